@@ -1,0 +1,77 @@
+"""The split operator itself: causal attention over a packed batch.
+
+The signature knows nothing of requests: the compiler sees one opaque operator on ``[T, ...]`` tensors. Where each request starts is
+read from ``current_context()`` when the body runs, which is why the operator must run outside the graphs. Mirrors SGLang's and vLLM's
+``unified_attention_with_output``.
+
+There is no KV cache here: every request is prefilled whole.
+
+Letters: ``T`` tokens (padding included), ``H`` query heads, ``K`` key/value heads, ``C`` head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pcg_ref.context import ForwardContext, current_context
+from pcg_ref.ops import register_custom_op, register_split_op
+
+
+@register_split_op()
+@register_custom_op(mutates_args=["output"], tags=(torch.Tag.cudagraph_unsafe,))
+def unified_attention_with_output(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, scale: float, layer_id: int
+) -> None:
+    """Causal self-attention of each request over its own tokens, written into ``output``.
+
+    Args:
+        query: ``[T, H, C]``.
+        key: ``[T, K, C]``; ``K`` divides ``H``, each key head serves ``H // K`` query heads.
+        value: ``[T, K, C]``.
+        output: ``[T, H, C]``, written whole, padded rows included; its address is what the next graph reads.
+        scale: Factor on the scores.
+        layer_id: The layer that calls; here only a name in traces, with a KV cache the layer whose slots are meant.
+
+    Raises:
+        RuntimeError: Outside a forward context.
+    """
+    context = current_context()
+    # Flash kernels take half precision alone and head dimensions in multiples of 8.
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0:
+        _flash_varlen(query, key, value, output, scale, context)
+    elif context.static_cu_seqlens is not None:
+        _masked(query, key, value, output, scale, context)
+    else:
+        _per_request(query, key, value, output, scale, context)
+
+
+def _flash_varlen(query, key, value, output, scale: float, context: ForwardContext) -> None:
+    # One kernel for all requests. The public torch.nn.attention.varlen takes grouped heads and an output only from torch 2.13 on; the
+    # ATen operator below it takes grouped heads in every version, and its result costs one copy.
+    bounds, longest = context.cu_seqlens, context.max_length
+    result = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )[0]
+    output.copy_(result)
+
+
+def _per_request(query, key, value, output, scale: float, context: ForwardContext) -> None:
+    start = 0
+    for n in context.lengths:
+        rows = slice(start, start + n)
+        # [n, heads, C] -> [1, heads, n, C], the layout of scaled_dot_product_attention
+        q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        output[rows] = result.squeeze(0).transpose(0, 1)
+        start += n
+
+
+def _masked(query, key, value, output, scale: float, context: ForwardContext) -> None:
+    # Everything by device tensors, so that a graph may hold it: whose token is this, from the boundaries.
+    row = torch.arange(query.shape[0], device=query.device)
+    request = torch.searchsorted(context.cu_seqlens, row, right=True)  # [T]
+    mask = (request[:, None] == request[None, :]) & (row[:, None] >= row[None, :])  # [T, T]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    output.copy_(result.squeeze(0).transpose(0, 1))

@@ -1,0 +1,105 @@
+"""What crosses each cut: who makes a tensor, who reads it, who owns its memory, and whether its address stays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from pcg_ref.effects import effects
+from pcg_ref.splitting import SplitItem
+
+_VERDICTS = {
+    "graph pool": "written by a captured graph: the same address at every replay",
+    "allocation": "allocated once per size by a piece that launches nothing, and kept",
+    "static input": "the caller's: copy new contents in, never pass another tensor",
+    "parameter": "the model's: change it in place, never replace it",
+    "buffer": "the model's: change it in place, never replace it",
+    "fresh": "allocated anew at every call: the next graph would read the old address unless it is bridged",
+    "unknown": "the graph carries no shapes, so that its memory cannot be followed; make it with trace()",
+}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses a cut.
+
+    Attributes:
+        name: Its node in the split module.
+        producer: The piece that makes it, or ``"input"``.
+        consumers: The pieces that read it, and ``"output"``.
+        shape: Its shape; dynamic sizes are symbols. ``None`` when the graph carries none.
+        dtype: Its dtype, or ``None``.
+        owner: Whose memory it is: ``"graph pool"``, ``"allocation"``, ``"static input"``, ``"parameter"``, ``"buffer"``, ``"fresh"``
+            or ``"unknown"``. A view has its base's owner.
+        address: ``"fixed"``, ``"fresh"`` or ``"unknown"``.
+        verdict: The same in words.
+    """
+
+    name: str
+    producer: str
+    consumers: tuple[str, ...]
+    shape: tuple[str, ...] | None
+    dtype: torch.dtype | None
+    owner: str
+    address: str
+    verdict: str
+
+    @property
+    def consumer(self) -> str:
+        return ", ".join(self.consumers)
+
+
+def boundaries(split_gm: fx.GraphModule, items: Sequence[SplitItem]) -> list[Boundary]:
+    """One row for each tensor that enters a piece or leaves one, in the order of the split module.
+
+    Args:
+        split_gm: The split module of ``split_graph``.
+        items: Its pieces.
+
+    Returns:
+        Rows; integers that cross (symbolic sizes) are no tensors and have none.
+    """
+    pieces = {item.submod_name: item for item in items}
+    owners: dict[fx.Node, str] = {}
+    rows = []
+    for node in split_gm.graph.nodes:
+        if node.op == "placeholder":
+            owners[node] = node.meta.get("owner", "static input")
+            _add_row(rows, node, node, "input", owners[node])
+        elif node.op == "call_module":
+            item = pieces[node.target]
+            made = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)  # the piece's own nodes, which carry name and shape
+            for inner, outer, owner in zip(made, _results(node, len(made)), _owners(item, node, owners, len(made))):
+                if outer is not None:
+                    owners[outer] = owner
+                    _add_row(rows, inner, outer, item.submod_name, owner)
+    return rows
+
+
+def _results(call: fx.Node, count: int) -> list[fx.Node | None]:
+    """The nodes of the split module that stand for a piece's results: the call itself, or what is taken from its tuple."""
+    taken = {user.args[1]: user for user in call.users if user.op == "call_function" and user.target is operator.getitem}
+    return [taken.get(i) for i in range(count)] if taken else [call]
+
+
+def _owners(item: SplitItem, call: fx.Node, owners: dict[fx.Node, str], count: int) -> list[str]:
+    found = effects(item.graph)
+    if found is None:
+        return ["unknown"] * count
+    new = "fresh" if item.is_splitting_graph else "graph pool" if found.launches else "allocation"
+    return [new if source is None else owners.get(call.args[source], new) for source in found.sources]
+
+
+def _add_row(rows: list[Boundary], node: fx.Node, outer: fx.Node, producer: str, owner: str) -> None:
+    value = node.meta.get("example_value")
+    consumers = tuple(dict.fromkeys(user.target if user.op == "call_module" else "output" for user in outer.users))
+    if not consumers or (value is not None and not isinstance(value, torch.Tensor)):
+        return
+    shape = tuple(str(size) for size in value.shape) if value is not None else None
+    address = {"fresh": "fresh", "unknown": "unknown"}.get(owner, "fixed")
+    rows.append(Boundary(node.name, producer, consumers, shape, getattr(value, "dtype", None), owner, address, _VERDICTS[owner]))

@@ -1,0 +1,88 @@
+"""What a piece does to memory, found by running its FX graph on fake tensors: nothing is computed.
+
+Three answers that capture needs and the graph alone does not give: whether a device kernel is launched at all, which inputs are
+written to, and whether an output is fresh memory or shares an input's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
+
+def is_view(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator returns its argument's memory and neither reads nor writes it."""
+    aliases = [r.alias_info for r in op._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def is_allocation(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator only reserves memory."""
+    return op._schema.name.startswith(_ALLOCATIONS)
+
+
+def written_arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that a call of the operator writes to, by its schema."""
+    written = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for two tensors exactly when they share a storage; works for fake tensors, which have no address."""
+    return tensor.untyped_storage()._cdata  # private: the address of the StorageImpl, the only identity a fake storage has
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a piece does to memory.
+
+    Attributes:
+        launches: Names of the operators that launch device work, in order; empty for views, sizes and allocations alone.
+        mutated: Indices of the inputs whose memory is written to.
+        sources: For each output the index of the input whose memory it shares, or ``None`` when it is fresh memory (or no tensor).
+    """
+
+    launches: tuple[str, ...]
+    mutated: frozenset[int]
+    sources: tuple[int | None, ...]
+
+
+def effects(piece: fx.GraphModule) -> Effects | None:
+    """The effects of a piece, or ``None`` when its placeholders carry no shapes to run it on (a graph not made by ``trace``)."""
+    inputs = [node.meta.get("example_value") for node in piece.graph.find_nodes(op="placeholder")]
+    fakes = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if not fakes or any(value is None for value in inputs):
+        return None
+    recorder = _Recorder()
+    with torch.no_grad(), fakes[0].fake_mode, recorder:
+        outputs = tree_leaves(piece(*inputs))
+    owner = {storage_id(value): i for i, value in reversed(list(enumerate(inputs))) if isinstance(value, torch.Tensor)}
+    return Effects(
+        launches=tuple(recorder.launches),
+        mutated=frozenset(owner[s] for s in recorder.written if s in owner),
+        sources=tuple(owner.get(storage_id(out)) if isinstance(out, torch.Tensor) else None for out in outputs),
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.written.update(storage_id(tensor) for tensor in written_arguments(func, args, kwargs))
+        if func.namespace != "prim" and not (is_view(func) or is_allocation(func)):  # prim::device and the like ask, they do no work
+            self.launches.append(func._schema.name)
+        return func(*args, **kwargs)

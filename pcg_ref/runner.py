@@ -1,0 +1,230 @@
+"""Serving one batch at a time: static buffers, capture of every bucket, dispatch, fallback, statistics.
+
+Letters: ``T`` tokens of a batch, ``D`` width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from pcg_ref.buckets import bucket_for, default_buckets
+from pcg_ref.context import PackedBatch, forward_context, to_device
+from pcg_ref.graphs import GraphPool, gc_held_off
+from pcg_ref.report import RunnerReport
+from pcg_ref.segments import SegmentSequence
+from pcg_ref.state import ParameterWatch, preserved_buffers
+from pcg_ref.strategies.full import FullStrategy
+from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
+from pcg_ref.tracing import RecompileError
+
+STRATEGIES = ("tc_piecewise", "full", "eager")
+
+
+class PrefillRunner:
+    """Runs packed prefill batches through captured graphs, and eagerly where no graph fits.
+
+    Args:
+        model: Called as ``model(tokens[T], positions[T]) -> hidden[T, D]``, both int64, under ``forward_context(batch)``. If it has
+            ``vocab_size`` (or ``max_request_length``), batches are checked against it.
+        strategy: ``"tc_piecewise"``, ``"full"`` or ``"eager"``.
+        buckets: Sizes to capture, each at least 2; ``default_buckets(1024)`` by default.
+        compiler: What runs inside the graphs, ``"eager"`` or ``"inductor"``.
+        replay: For ``tc_piecewise``: ``"flat"`` runs the recorded sequence; ``"stitched"`` calls the traced model, guards included.
+        device: Where to run; by default where the model's parameters are.
+        max_padding_factor: A batch whose bucket has more than this many rows for each token runs eagerly.
+        copy_output: Return a copy. Without it ``run`` returns graph memory, valid until the next ``run``.
+        on_fresh_output: ``"bridge"`` or ``"error"``, for a split operator that returns fresh tensors.
+        on_recompile: For stitched replay: ``"error"`` raises ``RecompileError``, ``"eager"`` runs that batch eagerly and reports it.
+        on_oversize: For a batch that no bucket fits: ``"eager"``, or ``"error"`` for a ``ValueError``.
+        max_requests: For ``full``: request slots in the graph; a batch with more runs eagerly.
+
+    Raises:
+        ValueError: An unknown choice, or buckets that cannot be captured.
+
+    Attributes:
+        sequences: The ``SegmentSequence`` of each captured bucket.
+        buckets: The sizes, ascending.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        strategy: str = "tc_piecewise",
+        buckets: Sequence[int] | None = None,
+        compiler: str = "eager",
+        replay: str = "flat",
+        device: torch.device | str | None = None,
+        max_padding_factor: float = 2.0,
+        copy_output: bool = True,
+        on_fresh_output: str = "bridge",
+        on_recompile: str = "error",
+        on_oversize: str = "eager",
+        max_requests: int = 16,
+    ) -> None:
+        _choose("strategy", strategy, STRATEGIES)
+        _choose("compiler", compiler, ("eager", "inductor"))
+        _choose("replay", replay, ("flat", "stitched"))
+        _choose("on_fresh_output", on_fresh_output, ("bridge", "error"))
+        _choose("on_recompile", on_recompile, ("error", "eager"))
+        _choose("on_oversize", on_oversize, ("eager", "error"))
+        self.buckets = sorted(set(default_buckets(1024) if buckets is None else buckets))
+        if not self.buckets or self.buckets[0] < 2:
+            raise ValueError(f"buckets {self.buckets}: give at least one size, each at least 2 (torch specialises sizes 0 and 1)")
+        if max_padding_factor < 1:
+            raise ValueError(f"max_padding_factor={max_padding_factor} is below 1, so that nothing would be replayed")
+        self.model, self.strategy, self.compiler, self.replay = model, strategy, compiler, replay
+        self.max_padding_factor, self.copy_output, self.max_requests = max_padding_factor, copy_output, max_requests
+        self.on_fresh_output, self.on_recompile, self.on_oversize = on_fresh_output, on_recompile, on_oversize
+        self.device = torch.empty(0, device=device or _device_of(model)).device  # with its index
+        # Static inputs: every bucket's graphs read the head of these.
+        self._tokens = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
+        self._positions = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
+        self.pool = GraphPool(self.device)
+        self.sequences: dict[int, SegmentSequence] = {}
+        self._impl = None
+        self._watch = ParameterWatch(model)
+        self._replays: Counter[int] = Counter()
+        self._eager: Counter[str] = Counter()
+        self._capture_ms: dict[int, float] = {}
+        self._pool_bytes: dict[int, int] = {}
+
+    def capture(self, progress: bool = True) -> RunnerReport:
+        """Capture every bucket, the largest first, so that the smaller ones fit into its memory.
+
+        Args:
+            progress: Show a progress bar, if ``tqdm`` is installed.
+
+        Returns:
+            The report.
+
+        Raises:
+            Exception: Whatever tracing, compilation or capture raises. Buckets captured before it keep working, the others run
+                eagerly; calling ``capture`` again goes on where it stopped.
+
+        Side effects: runs the model on zeros. Buffers of the model are restored afterwards.
+        """
+        if self.strategy == "eager":
+            return self.report()
+        remaining = [b for b in reversed(self.buckets) if b not in self.sequences]
+        with preserved_buffers(self.model), gc_held_off(), torch.no_grad():
+            if self._impl is None:
+                self._impl = self._make_strategy()
+            self._watch.remember()
+            for bucket in _bar(remaining, progress):
+                start, before = time.perf_counter(), self.pool.bytes
+                sequence = self._impl.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
+                _require_hidden(sequence.output, bucket)
+                self.sequences[bucket] = sequence
+                self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
+                self._pool_bytes[bucket] = self.pool.bytes - before
+        return self.report()
+
+    def _make_strategy(self):
+        if self.strategy == "full":
+            return FullStrategy(self.model, self.pool, self.buckets, self.compiler, self.max_requests)
+        return TcPiecewiseStrategy(self.model, self.pool, self.buckets, self.compiler, self.on_fresh_output)
+
+    @torch.no_grad()
+    def run(self, batch: PackedBatch) -> torch.Tensor:
+        """One forward of the batch.
+
+        Returns:
+            ``[T, D]``, the real rows. The caller's to keep; with ``copy_output=False`` it is graph memory, valid until the next call.
+
+        Raises:
+            ValueError: The batch is on another device, has ids outside the vocabulary, a prefix (there is no KV cache), a request
+                longer than the model allows, or no bucket fits it and ``on_oversize="error"``. Nothing was written.
+            RuntimeError: A parameter or buffer has moved since capture; the message names it. Nothing was written.
+            RecompileError: Stitched replay met a failed guard and ``on_recompile="error"``.
+        """
+        self._validate(batch)
+        bucket, reason = bucket_for(batch.num_tokens, sorted(self.sequences), self.max_padding_factor)
+        if self.strategy == "eager":
+            bucket, reason = None, "strategy 'eager'"
+        elif bucket is None and self.on_oversize == "error":
+            raise ValueError(f"no bucket for {batch.num_tokens} tokens: {reason}; captured are {sorted(self.sequences)}")
+        elif bucket is not None:
+            reason = self._impl.refuses(batch)
+        if reason is not None:
+            return self._run_eagerly(batch, reason)
+        self._watch.check()
+        self._fill(batch, bucket)
+        with self._impl.context(batch, bucket):
+            if self.replay == "flat" or self.strategy != "tc_piecewise":
+                hidden = self.sequences[bucket].replay()
+            else:
+                try:
+                    hidden = self._impl.piecewise(self._tokens[:bucket], self._positions[:bucket])
+                except RecompileError as error:
+                    if self.on_recompile == "error":
+                        raise
+                    hidden, reason = None, f"recompile: {error}"
+        if hidden is None:
+            return self._run_eagerly(batch, reason)
+        self._replays[bucket] += 1
+        rows = hidden[: batch.num_tokens]
+        # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
+        return rows.clone() if self.copy_output else rows
+
+    def _run_eagerly(self, batch: PackedBatch, reason: str) -> torch.Tensor:
+        with forward_context(batch):
+            hidden = self.model(batch.tokens, batch.positions)
+        self._eager[reason] += 1
+        return hidden
+
+    def _validate(self, batch: PackedBatch) -> None:
+        if not isinstance(batch, PackedBatch):
+            raise ValueError(f"run() takes a PackedBatch, got {type(batch).__name__}; build one with pcg.PackedBatch(tokens, lengths)")
+        if batch.tokens.device != self.device:
+            raise ValueError(f"tokens are on {batch.tokens.device}, the runner on {self.device}; move them with tokens.to(...)")
+        vocabulary = getattr(self.model, "vocab_size", None)
+        if vocabulary is not None and batch.max_token >= vocabulary:
+            raise ValueError(f"token id {batch.max_token} is outside the vocabulary of {vocabulary}")
+        if any(batch.prefix_lengths or ()):
+            raise ValueError(f"prefix_lengths {batch.prefix_lengths} need a KV cache, and there is none; prefill each request whole")
+        longest = getattr(self.model, "max_request_length", None)
+        if longest is not None and batch.max_length > longest:
+            raise ValueError(f"a request of {batch.max_length} tokens is longer than the model's attention allows, {longest}")
+
+    def _fill(self, batch: PackedBatch, bucket: int) -> None:
+        """Copy the batch into the static inputs; padded rows are token 0 at position 0."""
+        n = batch.num_tokens
+        self._tokens[:n].copy_(batch.tokens)
+        self._tokens[n:bucket].zero_()
+        positions = torch.zeros(bucket, dtype=torch.int64)
+        positions[:n] = batch.host_positions
+        self._positions[:bucket].copy_(to_device(positions, self.device))
+
+    def report(self) -> RunnerReport:
+        """What was captured and what ran, so far."""
+        return RunnerReport(self)
+
+
+def _choose(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; choose one of {list(choices)}")
+
+
+def _device_of(model: Callable) -> torch.device:
+    module = getattr(model, "__self__", model)
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _require_hidden(output: object, bucket: int) -> None:
+    if not isinstance(output, torch.Tensor) or output.dim() == 0 or output.shape[0] != bucket:
+        got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ValueError(f"the model must return one tensor with a row for each of the {bucket} tokens, got {got}")
+
+
+def _bar(items: Sequence[int], progress: bool):
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc="capture", unit="bucket", disable=not progress)

@@ -1,0 +1,132 @@
+"""The one artifact that every strategy ends in: a flat sequence of graph segments and eager segments over fixed addresses.
+
+Replay is a loop. Whatever found the boundaries (a compiler, the capture itself, nobody) is gone by then, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from pcg_ref.graphs import CapturedGraph
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSegment:
+    """Device work that is submitted as one graph.
+
+    Attributes:
+        name: The piece it came from.
+        graph: The captured region; the segment keeps it, and with it its memory, alive.
+    """
+
+    name: str
+    graph: CapturedGraph
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        return self.graph.replay
+
+
+class Bridge:
+    """Buffers that stay, for the results of an eager segment that allocates its own.
+
+    The next graph reads where the result was at capture. A split operator that returns fresh tensors puts it elsewhere each time, so
+    it is copied to the place that the graph knows.
+
+    Attributes:
+        buffers: One for each fresh result, by its place among the results.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.buffers: dict[int, torch.Tensor] = {}
+        self._constants: dict[int, object] | None = None
+
+    def __call__(self, results: list, owned: list[bool]) -> list:
+        """Copy each fresh result (``owned[i]`` false) to its buffer and return what the next segment may read.
+
+        Raises:
+            RuntimeError: A result has another shape or dtype than before, or a result that is no tensor has another value.
+        """
+        constants = {i: r for i, r in enumerate(results) if not isinstance(r, torch.Tensor)}
+        if self._constants is not None and constants != self._constants:
+            raise RuntimeError(
+                f"{self.name} returned {constants}, and {self._constants} when the graphs were captured; a value that changes must be "
+                f"a tensor"
+            )
+        self._constants = constants
+        return [r if i in constants or owned[i] else self._keep(i, r) for i, r in enumerate(results)]
+
+    def _keep(self, i: int, result: torch.Tensor) -> torch.Tensor:
+        buffer = self.buffers.get(i)
+        if buffer is None:
+            # A real allocation outside every pool: no captured segment produces it, so nothing may reuse it.
+            buffer = self.buffers[i] = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+        if (buffer.shape, buffer.dtype) != (result.shape, result.dtype):
+            raise RuntimeError(
+                f"result {i} of {self.name} is {result.dtype} {list(result.shape)}, and was {buffer.dtype} {list(buffer.shape)} when "
+                f"the graphs were captured; shapes are frozen"
+            )
+        return buffer.copy_(result)
+
+
+@dataclass(frozen=True, eq=False)
+class EagerSegment:
+    """Work that runs as Python at every replay, between two graphs.
+
+    Attributes:
+        name: The piece it came from.
+        replay: Runs it.
+        bridge: The buffers of its fresh results, if it has any.
+    """
+
+    name: str
+    replay: Callable[[], object]
+    bridge: Bridge | None = None
+
+
+@dataclass(eq=False)
+class SegmentSequence:
+    """What is left of a model at one bucket: segments in order, over fixed addresses.
+
+    Attributes:
+        segments: ``GraphSegment`` and ``EagerSegment`` objects in the order of execution.
+        output: What the model returned at capture, as weak references; every replay overwrites it.
+        keeps: Whatever must stay alive and is owned by no segment (static inputs, parameters).
+    """
+
+    segments: list[GraphSegment | EagerSegment]
+    output: object
+    keeps: object = None
+    _steps: list[Callable] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._steps = [segment.replay for segment in self.segments]
+
+    @torch.no_grad()
+    def replay(self) -> object:
+        """Run every segment. Reads the static inputs; returns ``output``, valid until the next replay of any sequence of the pool.
+
+        Raises:
+            Exception: Whatever the body of an eager segment raises; the sequence can be replayed again.
+        """
+        for step in self._steps:
+            step()
+        return self.output
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(isinstance(segment, GraphSegment) for segment in self.segments)
+
+    @property
+    def num_eager(self) -> int:
+        return len(self.segments) - self.num_graphs
+
+    def bridged_bytes(self) -> int:
+        """Memory of all bridge buffers."""
+        bridges = [s.bridge.buffers for s in self.segments if isinstance(s, EagerSegment) and s.bridge]
+        return sum(t.nbytes for t in tree_leaves(bridges))

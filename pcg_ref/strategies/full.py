@@ -1,0 +1,69 @@
+"""``full``: nobody looks for boundaries. One graph per bucket, attention inside.
+
+Possible only if what attention reads is on the device at fixed addresses: request boundaries in a static buffer with a fixed number
+of slots. Mirrors SGLang's ``FullCudaGraphBackend`` and vLLM's ``CUDAGraphMode.FULL``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from pcg_ref.context import PackedBatch, forward_context, to_device
+from pcg_ref.graphs import GraphPool, capture, gc_held_off, weak_ref
+from pcg_ref.piecewise import PiecewiseModel
+from pcg_ref.segments import GraphSegment, SegmentSequence
+from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
+
+
+class FullStrategy:
+    """One graph per bucket.
+
+    Args:
+        model: Called as ``model(tokens[T], positions[T])``. Its operators may read device tensors alone: asking the context for
+            lengths or counts on the host is an error during capture.
+        pool: Memory for the graphs.
+        buckets: Every size that will be captured.
+        compiler: ``"eager"`` captures the model as it is, untraced; ``"inductor"`` traces and compiles it whole first.
+        max_requests: Request slots; a batch with more runs eagerly.
+    """
+
+    def __init__(
+        self, model: Callable, pool: GraphPool, buckets: Sequence[int], compiler: str = "eager", max_requests: int = 16
+    ) -> None:
+        self.model, self.pool, self.max_requests = model, pool, max_requests
+        # The boundaries of max_requests requests and of the padding.
+        self.cu_seqlens = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
+        # A compiler needs the FX graph; uncut, it is one piece, and lives as any piece does.
+        self.piecewise = None
+        if compiler != "eager":
+            traced = trace_with_example(model, pool.device)
+            self.piecewise = PiecewiseModel(traced, (), compiler, buckets, pool=pool, allow_none=True)
+            general_run(self.piecewise, self.context)
+
+    def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
+        """Capture one bucket; see ``Strategy.capture``."""
+        with self.context(PackedBatch(torch.zeros_like(tokens), [bucket]), bucket), gc_held_off(), torch.no_grad():
+            if self.piecewise is not None:
+                return self.piecewise.capture(tokens, positions)
+            with self.pool.on_stream():
+                self.model(tokens, positions)  # warm-up
+            graph = capture(self.model, tokens, positions, pool=self.pool)
+        output, graph.output = weak_ref(graph.output), None
+        return SegmentSequence([GraphSegment("model", graph)], output, keeps=(tokens, positions, self.model))
+
+    def refuses(self, batch: PackedBatch) -> str | None:
+        """See ``Strategy.refuses``."""
+        return f"more than {self.max_requests} requests" if batch.num_requests > self.max_requests else None
+
+    @contextmanager
+    def context(self, batch: PackedBatch, bucket: int):
+        """Fill the static boundaries: the requests, the padding as one more, then zero-length sentinels at the end of the bucket."""
+        bounds = torch.full((self.max_requests + 2,), bucket, dtype=torch.int32)
+        bounds[0] = 0
+        bounds[1 : batch.num_requests + 1] = torch.tensor(batch.lengths).cumsum(0)
+        self.cu_seqlens.copy_(to_device(bounds, self.cu_seqlens.device))
+        with forward_context(batch, bucket, static_cu_seqlens=self.cu_seqlens) as context:
+            yield context

@@ -1,0 +1,81 @@
+"""``tc_piecewise``: the compiler finds the boundaries. Trace, split, capture each piece, lay the pieces flat.
+
+Mirrors SGLang's TC piecewise backend (``runner_backend/tc_piecewise_cuda_graph_backend.py``) and vLLM's ``PiecewiseBackend``; the flat
+replay is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.graphs import GraphPool, gc_held_off
+from pcg_ref.piecewise import PiecewiseModel
+from pcg_ref.segments import SegmentSequence
+from pcg_ref.tracing import Trace, trace
+
+
+# subtle: a prime that is no model's width or head dimension. A compiler that sees equal sizes may take them for the same size.
+_EXAMPLE_TOKENS = 67
+
+
+def trace_with_example(model: Callable, device: torch.device) -> Trace:
+    """Trace ``model(tokens, positions)`` on zeros of an odd size, as no bucket's size is typical. Raises ``TraceError``."""
+    # Tensors of their own: a slice of a static buffer cannot be marked dynamic.
+    return trace(model, *(torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2)))
+
+
+def general_run(piecewise: PiecewiseModel, context: Callable) -> None:
+    """The first run of every piece, at the example's size: here inductor generates its code, for a size that is no width either."""
+    tokens, positions = (torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=piecewise.pool.device) for _ in range(2))
+    with context(PackedBatch(tokens, [_EXAMPLE_TOKENS]), _EXAMPLE_TOKENS):
+        piecewise(tokens, positions)
+
+
+class TcPiecewiseStrategy:
+    """Graphs between the split operators of one FX graph.
+
+    Args:
+        model: Called as ``model(tokens[T], positions[T])``.
+        pool: Memory for the graphs.
+        buckets: Every size that will be captured.
+        compiler: What runs inside a piece, ``"eager"`` or ``"inductor"``.
+        on_fresh_output: ``"bridge"`` or ``"error"``, see ``PiecewiseModel``.
+
+    Raises:
+        TraceError: The model cannot be traced as one graph.
+        ValueError: As for ``PiecewiseModel``.
+
+    Side effects: traces the model and runs it once, on zeros.
+
+    Attributes:
+        piecewise: The ``PiecewiseModel``; calling it with the static inputs is the stitched replay.
+    """
+
+    def __init__(
+        self, model: Callable, pool: GraphPool, buckets: Sequence[int], compiler: str = "eager", on_fresh_output: str = "bridge"
+    ) -> None:
+        self.piecewise = PiecewiseModel(
+            trace_with_example(model, pool.device),
+            compiler=compiler,
+            capture_sizes=buckets,
+            on_fresh_output=on_fresh_output,
+            pool=pool,
+        )
+        general_run(self.piecewise, self.context)
+
+    def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
+        """Capture one bucket; see ``Strategy.capture``."""
+        with self.context(PackedBatch(torch.zeros_like(tokens), [bucket]), bucket), gc_held_off():
+            return self.piecewise.capture(tokens, positions)
+
+    def refuses(self, batch: PackedBatch) -> str | None:
+        """Nothing: eager segments read whatever the batch is."""
+        return None
+
+    def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
+        """See ``Strategy.context``."""
+        return forward_context(batch, bucket)

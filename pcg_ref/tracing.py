@@ -1,0 +1,213 @@
+"""From a model to one FX graph with a dynamic token dimension.
+
+``torch.compile(fullgraph=True)`` runs Dynamo over the model's Python once and hands the whole FX graph to a backend. Ours keeps the
+graph and returns a callable that runs it, so that what stands behind the guards can be exchanged later (for the split module).
+
+Tracing runs nothing: the call that makes Dynamo trace is ended before the traced program starts, so no buffer changes. This module
+does not cut, compile or capture anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+
+class TraceError(RuntimeError):
+    """The model cannot be traced as one graph; the message names the user's line and the remedy."""
+
+
+class RecompileError(RuntimeError):
+    """A guard failed on a frozen trace; the message names the guard. Nothing was traced or run."""
+
+
+class _Traced(Exception):
+    """Raised by our backend to end the tracing call before the traced program runs."""
+
+
+class Trace:
+    """One FX graph of a model, and the guarded callable that runs it.
+
+    Calling it equals calling the model, through Dynamo's guards: a call that fails them is a second trace, counted in
+    ``compile_count``, until ``freeze()`` makes it an error.
+
+    Attributes:
+        model: What was traced.
+        graph_module: The FX graph. Its placeholders are the flat inputs: the model's arguments, parameters and buffers, and one
+            ``SymInt`` for the token dimension.
+        example_inputs: The flat inputs at tracing time, in the order of the placeholders.
+        input_names: What each flat input is to the user: an argument's, parameter's or buffer's name.
+        compile_count: Calls of the backend, 1 after tracing.
+    """
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+        self.graph_module: fx.GraphModule | None = None
+        self.example_inputs: list = []
+        self.input_names: list[str] = []
+        self.compile_count = 0
+        self._frozen = False
+        self._body: Callable | None = None
+        self._function = _with_own_code(model)
+        self._compiled = torch.compile(self._function, fullgraph=True, backend=self._backend)
+
+    def _backend(self, graph_module: fx.GraphModule, example_inputs: list) -> Callable:
+        self.compile_count += 1
+        if self.compile_count > 1:
+            return graph_module.forward  # a retrace, for inputs that the first graph's guards refuse
+        self.graph_module, self.example_inputs = graph_module, list(example_inputs)
+        self.input_names = [self._input_name(n, value) for n, value in zip(graph_module.graph.find_nodes(op="placeholder"), example_inputs)]
+
+        def run(*flat_inputs):
+            if self._body is None:
+                raise _Traced
+            return self._body(*flat_inputs)
+
+        return run
+
+    def _input_name(self, node: fx.Node, value: object) -> str:
+        module = getattr(self.model, "__self__", self.model)
+        if isinstance(module, nn.Module) and isinstance(value, torch.Tensor):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor is value:
+                    # Kept on the node for those who see only the graph.
+                    node.meta["owner"] = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                    return name
+        return node.name.removeprefix("l_").removesuffix("_")
+
+    def __call__(self, *args):
+        """The traced graph on new arguments. Raises ``RecompileError`` when frozen and a guard fails."""
+        return self.call(self.graph_module.forward, *args)
+
+    def call(self, body: Callable, *args):
+        """Call through the guards, but run ``body(*flat_inputs) -> tuple`` in place of the traced graph.
+
+        Raises:
+            RecompileError: The trace is frozen and a guard failed; nothing ran.
+        """
+        earlier, self._body = self._body, body
+        try:
+            with torch.no_grad():  # as traced: the grad mode is one of the guards
+                if not self._frozen:
+                    return self._compiled(*args)
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    return self._compiled(*args)
+        except RuntimeError as error:
+            if not (self._frozen and "Detected recompile" in str(error)):
+                raise
+            raise RecompileError(
+                f"these inputs or the model's state need a second trace, and the graphs belong to the first.\n"
+                f"Guard that failed: {self._failed_guard(args)}\n"
+                f"Restore the state, make it a tensor input, or build and capture anew."
+            ) from None
+        finally:
+            self._body = earlier
+
+    def freeze(self) -> None:
+        """From now on a failed guard is a ``RecompileError`` and no second trace."""
+        self._frozen = True
+
+    @torch.no_grad()
+    def _failed_guard(self, args: Sequence) -> str:
+        # private: torch logs why a guard failed but has no public function that returns it.
+        try:
+            function = getattr(self._function, "__func__", self._function)
+            bound = inspect.signature(function).bind(*([self._function.__self__] if function is not self._function else []), *args)
+            bound.apply_defaults()
+            frame_locals = {**inspect.getclosurevars(function).nonlocals, **bound.arguments}
+            entry = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)[0]
+            return "; ".join(str(part) for part in entry.guard_manager.check_verbose(frame_locals).verbose_code_parts)
+        except Exception as error:  # an explanation must never hide the error that it explains
+            return f"unknown ({type(error).__name__}); run with TORCH_LOGS=recompiles"
+
+
+def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int | Sequence[int]] | None = None) -> Trace:
+    """Trace a model whole, once, with dynamic dimensions.
+
+    Mirrors SGLang's ``install_torch_compiled`` (``compilation/compile.py``), without replacing the model's ``forward``.
+
+    Args:
+        model: A module or function of tensors.
+        example_args: Its arguments. Only shapes, dtypes and devices matter; nothing is computed with them.
+        dynamic_dims: For each argument, by name or index, the dimension or dimensions that will vary. By default dimension 0 of
+            every tensor argument.
+
+    Returns:
+        A ``Trace`` with ``compile_count == 1``.
+
+    Raises:
+        ValueError: A dynamic dimension has size 0 or 1 in the example (torch specialises those), or names no argument.
+        TraceError: Part of the model cannot be traced.
+
+    Side effects: marks the dynamic dimensions on ``example_args`` themselves (``torch._dynamo.mark_dynamic``).
+    """
+    result = Trace(model)
+    # subtle: marked on the very tensors that are passed; a slice of a marked tensor is not marked.
+    for tensor, dim in _dynamic_tensors(result._function, example_args, dynamic_dims):
+        torch._dynamo.mark_dynamic(tensor, dim)
+    try:
+        with torch.no_grad():
+            result._compiled(*example_args)
+    except _Traced:
+        return result
+    except Exception as error:
+        raise _explain(error) from error
+    raise TraceError("the model launches nothing that can be traced: its FX graph is empty")
+
+
+def _dynamic_tensors(function: Callable, args: Sequence, dynamic_dims: Mapping | None) -> list[tuple[torch.Tensor, int]]:
+    if dynamic_dims is None:
+        dynamic_dims = {i: 0 for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.dim()}
+    names = list(inspect.signature(function).bind(*args).arguments)
+    marked = []
+    for key, dims in dynamic_dims.items():
+        index = names.index(key) if key in names else key
+        if not isinstance(index, int) or not 0 <= index < len(args) or not isinstance(args[index], torch.Tensor):
+            raise ValueError(f"dynamic_dims names {key!r}, which is no tensor argument; the arguments are {names}")
+        for dim in [dims] if isinstance(dims, int) else dims:
+            size = args[index].shape[dim]
+            if size < 2:
+                raise ValueError(
+                    f"argument {names[index]!r} has size {size} in its dynamic dimension {dim}; torch specialises sizes 0 and 1, so "
+                    f"trace with at least 2"
+                )
+            marked.append((args[index], dim))
+    return marked
+
+
+def _with_own_code(model: Callable) -> Callable:
+    """The function to trace, as a copy with a code object of its own.
+
+    # subtle: Dynamo caches compiled programs on the code object, which all instances of a class share. With a copy, a second trace of
+    # the same class neither reuses nor evicts the first, and counts against no recompile limit but its own.
+    """
+    if isinstance(model, nn.Module) and not (model._forward_hooks or model._forward_pre_hooks):
+        model = model.forward
+    if inspect.ismethod(model):
+        return types.MethodType(_with_own_code(model.__func__), model.__self__)
+    if not inspect.isfunction(model):
+        return _with_own_code(lambda *args: model(*args))
+    copy = types.FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
+    copy.__kwdefaults__ = model.__kwdefaults__
+    return copy
+
+
+def _explain(error: Exception) -> Exception:
+    if not type(error).__module__.startswith(("torch._dynamo", "torch.fx")):
+        return error  # the user's own exception
+    text = str(error).split("User stack:")
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', text[-1])
+    if stack := getattr(error, "real_stack", None):  # private: most of Dynamo's errors carry the user's stack here
+        frames = [(frame.filename, frame.lineno, frame.line) for frame in stack]
+    where = "{}:{} ({})".format(*frames[-1]) if frames else "a line that torch does not name"
+    reason = " ".join(text[0].split("\n\n")[0].split())
+    return TraceError(
+        f"the model cannot be traced as one graph: {reason}\n  at {where}\n"
+        f"Move that line out of the traced function, hide it in an operator (register_custom_op), or capture without a compiler: "
+        f"strategy='breakable'."
+    )
