@@ -1,15 +1,17 @@
 """Piecewise CUDA Graph, readable: trace, split, capture, replay.
 
-The modules in reading order: ops, context, tracing, effects, splitting, boundaries, compilers, tape, graphs, segments, pieces,
+The modules in reading order: breaks, ops, context, tracing, effects, splitting, boundaries, compilers, tape, pools, graphs, segments, pieces,
 piecewise, strategies, buckets, state, report, runner; then attention and models, and show for the pictures.
 """
 
 from pcg_ref.attention import unified_attention_with_output
 from pcg_ref.boundaries import Boundary, boundaries
+from pcg_ref.breaks import eager_on_graph
 from pcg_ref.buckets import bucket_for, default_buckets
 from pcg_ref.compilers import EagerCompiler, InductorCompiler
 from pcg_ref.context import ForwardContext, PackedBatch, current_context, forward_context
-from pcg_ref.graphs import CapturedGraph, CudaGraph, GraphPool, TapeGraph, capture, gc_held_off, weak_ref
+from pcg_ref.graphs import CapturedGraph, CudaGraph, TapeGraph, capture, gc_held_off
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.models.tiny import TinyDecoder
 from pcg_ref.ops import register_custom_op, register_split_op, split_ops
 from pcg_ref.pieces import ConcreteSizeEntry, PiecewiseBackend

@@ -46,14 +46,18 @@ def unified_attention_with_output(
         _per_request(query, key, value, output, scale, context)
 
 
+# One kernel for all requests. The ATen operators, because the public torch.nn.attention.varlen takes grouped heads and an output only
+# from torch 2.13 on, and costs an operator call of its own. From then on the kernel writes where it is told; before, one copy remains.
+_flash_forward = torch.ops.aten._flash_attention_forward.default
+_flash_forward_into = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+
+
 def _flash_varlen(query, key, value, output, scale: float, context: ForwardContext) -> None:
-    # One kernel for all requests. The public torch.nn.attention.varlen takes grouped heads and an output only from torch 2.13 on; the
-    # ATen operator below it takes grouped heads in every version, and its result costs one copy.
     bounds, longest = context.cu_seqlens, context.max_length
-    result = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )[0]
-    output.copy_(result)
+    if _flash_forward_into is not None:
+        _flash_forward_into(output, query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale)
+    else:
+        output.copy_(_flash_forward(query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale)[0])
 
 
 def _per_request(query, key, value, output, scale: float, context: ForwardContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Boundary:
     """One tensor that crosses a cut.
 
     Attributes:
-        name: Its node in the split module.
+        name: The name by which the pieces that read it know it (the user's variable, if Dynamo kept it); of an output, its node.
         producer: The piece that makes it, or ``"input"``.
         consumers: The pieces that read it, and ``"output"``.
         shape: Its shape; dynamic sizes are symbols. ``None`` when the graph carries none.
@@ -70,21 +70,34 @@ def boundaries(split_gm: fx.GraphModule, items: Sequence[SplitItem]) -> list[Bou
     for node in split_gm.graph.nodes:
         if node.op == "placeholder":
             owners[node] = node.meta.get("owner", "static input")
-            _add_row(rows, node, node, "input", owners[node])
+            _add_row(rows, node, node, "input", owners[node], node.name)
         elif node.op == "call_module":
             item = pieces[node.target]
             made = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)  # the piece's own nodes, which carry name and shape
-            for inner, outer, owner in zip(made, _results(node, len(made)), _owners(item, node, owners, len(made))):
+            for (inner, outer, name), owner in zip(results(pieces, node, made), _owners(item, node, owners, len(made))):
                 if outer is not None:
                     owners[outer] = owner
-                    _add_row(rows, inner, outer, item.submod_name, owner)
+                    _add_row(rows, inner, outer, item.submod_name, owner, name)
     return rows
 
 
-def _results(call: fx.Node, count: int) -> list[fx.Node | None]:
-    """The nodes of the split module that stand for a piece's results: the call itself, or what is taken from its tuple."""
+def results(
+    pieces: Mapping[str, SplitItem], call: fx.Node, made: Sequence[fx.Node]
+) -> list[tuple[fx.Node, fx.Node | None, str]]:
+    """For each result of a piece its node in the piece, its node in the split module (``None`` if unused), and its name.
+
+    # subtle: split_module numbers a piece's own nodes anew, so that "query" becomes "cat"; the piece that reads it keeps the name.
+    """
     taken = {user.args[1]: user for user in call.users if user.op == "call_function" and user.target is operator.getitem}
-    return [taken.get(i) for i in range(count)] if taken else [call]
+    found = []
+    for i, inner in enumerate(made):
+        outer = taken.get(i) if taken else call
+        readers = [user for user in (outer.users if outer is not None else ()) if user.op == "call_module"]
+        name = inner.name
+        if readers:
+            name = pieces[readers[0].target].graph.graph.find_nodes(op="placeholder")[readers[0].args.index(outer)].name
+        found.append((inner, outer, name))
+    return found
 
 
 def _owners(item: SplitItem, call: fx.Node, owners: dict[fx.Node, str], count: int) -> list[str]:
@@ -95,11 +108,11 @@ def _owners(item: SplitItem, call: fx.Node, owners: dict[fx.Node, str], count: i
     return [new if source is None else owners.get(call.args[source], new) for source in found.sources]
 
 
-def _add_row(rows: list[Boundary], node: fx.Node, outer: fx.Node, producer: str, owner: str) -> None:
+def _add_row(rows: list[Boundary], node: fx.Node, outer: fx.Node, producer: str, owner: str, name: str) -> None:
     value = node.meta.get("example_value")
     consumers = tuple(dict.fromkeys(user.target if user.op == "call_module" else "output" for user in outer.users))
     if not consumers or (value is not None and not isinstance(value, torch.Tensor)):
         return
     shape = tuple(str(size) for size in value.shape) if value is not None else None
     address = {"fresh": "fresh", "unknown": "unknown"}.get(owner, "fixed")
-    rows.append(Boundary(node.name, producer, consumers, shape, getattr(value, "dtype", None), owner, address, _VERDICTS[owner]))
+    rows.append(Boundary(name, producer, consumers, shape, getattr(value, "dtype", None), owner, address, _VERDICTS[owner]))

@@ -14,6 +14,7 @@ import contextvars
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -94,7 +95,11 @@ class PackedBatch:
 
 
 def _integers(name: str, values: Sequence[int], at_least: int) -> list[int]:
-    values = list(values)
+    """``values`` as Python integers; the integers of NumPy and of torch are welcome, one by one or as an array."""
+    try:
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    except TypeError:
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}") from None
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ValueError(f"{name} must be integers >= {at_least}, got {value!r} in {values}")
@@ -109,7 +114,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """``[len(lengths)+1]`` int32 on ``device``: 0 and the running sums."""
-    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+    return to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device)
 
 
 class ForwardContext:

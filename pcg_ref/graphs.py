@@ -1,4 +1,4 @@
-"""Capture and replay of one region, on CUDA and on CPU, and the memory that captured regions share.
+"""Capture and replay of one region, on CUDA and on CPU.
 
 A captured region is device work with frozen addresses and shapes. ``capture`` records one; ``CapturedGraph.replay`` submits it again.
 This module knows nothing of FX graphs, pieces or buckets.
@@ -7,58 +7,16 @@ This module knows nothing of FX graphs, pieces or buckets.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pcg_ref.compilers import CompiledPiece
-from pcg_ref.tape import Arena, CaptureError, Tape, alias_of_host_memory
-
-
-class GraphPool:
-    """Memory shared by captured regions that are never replayed at the same time.
-
-    Args:
-        device: Where the regions run.
-
-    Attributes:
-        device: The device.
-        stream: The side stream of every capture on CUDA, ``None`` on CPU.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(self.device)
-            self.handle = torch.cuda.graph_pool_handle()
-        elif self.device.type == "cpu":
-            self.stream = None
-            self.arena = Arena()
-        else:
-            raise ValueError(f"no capture on device {str(device)!r}: use 'cuda', or 'cpu' for the simulation")
-
-    @property
-    def bytes(self) -> int:
-        """Device memory reserved by the pool, in bytes."""
-        if self.stream is None:
-            return self.arena.bytes
-        return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle))
-
-    @contextmanager
-    def on_stream(self):
-        """Run the block on the side stream, ordered after what came before and before what comes after."""
-        if self.stream is None:
-            yield
-            return
-        outer = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(outer)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            outer.wait_stream(self.stream)
+from pcg_ref.pools import GraphPool
+from pcg_ref.tape import CaptureError, Tape, TapeRecorder
 
 
 class CapturedGraph:
@@ -67,7 +25,10 @@ class CapturedGraph:
     Attributes:
         pool: Its ``GraphPool``.
         output: What the region returned, at its fixed addresses; uncomputed until the first replay, overwritten by every one.
+        empty: Whether the region launched nothing.
     """
+
+    empty: bool
 
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
@@ -79,45 +40,98 @@ class CapturedGraph:
 
 
 class CudaGraph(CapturedGraph):
-    """A region captured by ``torch.cuda.CUDAGraph`` on the pool's side stream."""
+    """A region captured by ``torch.cuda.CUDAGraph``."""
 
-    def __init__(self, pool: GraphPool, region: Callable, args: tuple) -> None:
+    def __init__(self, pool: GraphPool, graph: torch.cuda.CUDAGraph, empty: bool) -> None:
         super().__init__(pool)
-        self.graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[torch.cuda._utils._get_device_index(pool.device, optional=True)]
-        before = generator.clone_state()
-        with pool.on_stream():
-            self.graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-            try:
-                self.output = region(*args)
-            except BaseException:
-                self._abandon(generator, before)
-                raise
-            self.graph.capture_end()
-        self.replay = self.graph.replay  # the bound method itself: a call less for each replay
-
-    def _abandon(self, generator: torch.Generator, before: torch.Generator) -> None:
-        try:
-            self.graph.capture_end()
-        except RuntimeError:
-            # subtle: a capture that CUDA itself has invalidated ends with an error before torch has put back the allocator and the
-            # generator; left so, the next allocation or random number fails far from here.
-            torch._C._cuda_endAllocateToPool(self.pool.device.index or 0, self.pool.handle)  # private: nothing public ends it
-            generator.graphsafe_set_state(before)
+        self.graph, self.empty = graph, empty
+        self.replay = graph.replay  # the bound method itself: a call less for each replay
 
 
 class TapeGraph(CapturedGraph):
     """A region recorded on a ``Tape``: the CPU simulation of a CUDA graph."""
 
-    def __init__(self, pool: GraphPool, region: Callable, args: tuple) -> None:
+    def __init__(self, pool: GraphPool, tape: Tape) -> None:
         super().__init__(pool)
-        self.tape = Tape(pool.arena)
-        if isinstance(region, CompiledPiece):
-            self.output = self.tape.append_compiled(region, args)
-        else:
-            with self.tape.record():
-                self.output = region(*args)
-        self.replay = self.tape.replay
+        self.tape, self.empty = tape, not tape.calls
+        self.replay = tape.replay
+
+
+class _CudaRecorder:
+    """Captures what a ``with`` block launches, into one graph after the other, on the pool's side stream."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _CudaRecorder:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture is already running; captures do not nest")
+        self._stack.enter_context(self.pool.on_stream())
+        return self
+
+    def begin(self) -> None:
+        self._generator = torch.cuda.default_generators[self.pool.device.index]
+        self._generator_before = self._generator.clone_state()
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+
+    def end(self) -> CudaGraph:
+        graph, self._graph = self._graph, None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._repair()
+                raise CaptureError(
+                    f"CUDA ended the capture with an error: {str(error).splitlines()[0]}\nEither something in the region was not "
+                    f"permitted, or it forked a side stream and did not join it (current_stream.wait_stream(side_stream)) before its end"
+                ) from error
+        # An empty graph is known by torch's warning alone; a graph's nodes can be counted only through the driver's own interface.
+        return CudaGraph(self.pool, graph, empty=any("graph is empty" in str(w.message).lower() for w in caught))
+
+    def suspended(self):
+        return nullcontext()  # between two captures, work runs by itself
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if self._graph is not None:  # an exception left the region
+                with suppress(CaptureError):
+                    self.end()
+        finally:
+            self._stack.close()
+        if isinstance(error, torch.AcceleratorError):
+            raise CaptureError(
+                f"{str(error).splitlines()[0]}: the region needs a value on the host, or waits for the device, while it is captured. "
+                f"Move that out of the region, or into an eager segment"
+            ) from error
+
+    def _repair(self) -> None:
+        # subtle: a capture that CUDA itself has invalidated ends with an error before torch has told its allocators and its random
+        # generator, which would fail later and far from here. The device's allocator can be told (private: nothing public does it),
+        # the generator can be put back, and the pinned-memory allocator cannot: it refuses this pool's name from now on.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.pool.device.index, self.pool.handle)
+        self._generator.graphsafe_set_state(self._generator_before)
+        self.pool.renew()
+
+
+class _TapeGraphRecorder(TapeRecorder):
+    """The same on a tape."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        super().__init__(pool.arena)
+        self.pool = pool
+
+    def end(self) -> TapeGraph:
+        return TapeGraph(self.pool, super().end())
+
+
+def recorder(pool: GraphPool) -> _CudaRecorder | _TapeGraphRecorder:
+    """A context manager in which ``begin()`` starts a region and ``end()`` returns it captured; ``suspended()`` is for work between."""
+    return _CudaRecorder(pool) if pool.stream is not None else _TapeGraphRecorder(pool)
 
 
 def capture(region: Callable, *args, pool: GraphPool | None = None) -> CapturedGraph:
@@ -135,7 +149,7 @@ def capture(region: Callable, *args, pool: GraphPool | None = None) -> CapturedG
 
     Raises:
         CaptureError: The region needs the host (CPU simulation), or tensors of both kinds were given.
-        RuntimeError: CUDA refused an operation during capture.
+        RuntimeError: CUDA refused an operation during capture. Further captures and random numbers work as before.
         ValueError: Neither ``args`` nor ``pool`` says on which device.
     """
     devices = {a.device for a in tree_leaves(args) if isinstance(a, torch.Tensor)} | ({pool.device} if pool else set())
@@ -144,31 +158,18 @@ def capture(region: Callable, *args, pool: GraphPool | None = None) -> CapturedG
         raise CaptureError(f"a region runs on one device, but its arguments and pool are on {sorted(map(str, devices))}")
     if not kinds:
         raise ValueError("capture needs to know the device: pass the static input tensors as arguments, or pool=GraphPool(device)")
-    kind = CudaGraph if kinds == {"cuda"} else TapeGraph
-    return kind(pool or GraphPool(next(iter(devices))), region, args)
-
-
-def weak_ref(value: object) -> object:
-    """Every tensor in ``value`` replaced by an alias on the same memory that does not keep it alive.
-
-    Capture keeps its results this way, so that one region's memory can serve the next; a captured graph holds its pool, and so the
-    alias stays valid for as long as the graph lives. Mirrors ``weak_ref_tensors`` of SGLang and vLLM, which is a compiled extension.
-    """
-    return tree_map_only(torch.Tensor, lambda t: _alias_of_device_memory(t) if t.is_cuda else alias_of_host_memory(t), value)
-
-
-class _DeviceMemory:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-
-
-def _alias_of_device_memory(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    usable = storage.nbytes() // tensor.element_size() * tensor.element_size()
-    flat = torch.as_tensor(_DeviceMemory(storage.data_ptr(), usable), device=tensor.device).view(tensor.dtype)
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    pool = pool or GraphPool(next(iter(devices)))
+    if isinstance(region, CompiledPiece) and pool.stream is None:
+        tape = Tape(pool.arena)  # dispatch cannot look into generated code: one entry, with the shapes of its graph
+        output = tape.append_compiled(region, args)
+        graph = TapeGraph(pool, tape)
+    else:
+        with recorder(pool) as recording:
+            recording.begin()
+            output = region(*args)
+            graph = recording.end()
+    graph.output = output
+    return graph
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pcg_ref.compilers import EagerCompiler
 from pcg_ref.effects import Effects, effects
-from pcg_ref.graphs import CapturedGraph, GraphPool, capture, weak_ref
+from pcg_ref.graphs import CapturedGraph, capture
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.ops import python_body
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment
 from pcg_ref.splitting import SplitItem
@@ -127,16 +127,13 @@ class PiecewiseBackend(nn.Module):
             graph.replay()
             output, graph.output = graph.output, None
             entry.cudagraph = graph
-            # subtle: the caller gets the owning tensors, so that the pool keeps them until their last reader is captured; the entry
-            # keeps weak ones, so that afterwards their memory serves the next piece and the next size.
-            entry.output = weak_ref(output)
             self.shared.segments[entry.runtime_shape].append(GraphSegment(self.name, graph))
         else:
             # Views, sizes and allocations: their results are constants of this size, and an empty graph would be launched for nothing.
             output = entry.runnable(*args)
-            leaves, spec = tree_flatten(output)
-            fresh = [source is None for source in self.effects.sources]
-            entry.output = tree_unflatten([leaf if own else weak_ref(leaf) for leaf, own in zip(leaves, fresh)], spec)
+        # subtle: the caller gets the owning tensors, so that the pool keeps them until their last reader is captured; the entry keeps
+        # weak ones, so that afterwards their memory serves the next piece and the next size. What is not the pool's stays owned.
+        entry.output = weak_ref(output, self.shared.pool)
         entry.input_addresses = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
         return output
 
@@ -153,16 +150,11 @@ class EagerPiece(nn.Module):
         bridge = self.bridges.get(self.shared.size)
         if bridge is None:
             return self.graph(*args)
-        result = self._run(bridge, args)
+        result = bridge.call(self.graph, args, {})
         if self.shared.capturing:
-            self.shared.segments[self.shared.size].append(EagerSegment(self.name, self._flat(bridge, weak_ref(args)), bridge))
+            segment = EagerSegment(self.name, self._flat(bridge, weak_ref(args, self.shared.pool)), bridge)
+            self.shared.segments[self.shared.size].append(segment)
         return result
-
-    def _run(self, bridge: Bridge, args: Sequence):
-        leaves, spec = tree_flatten(self.graph(*args))
-        memory = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-        owned = [isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in memory for r in leaves]
-        return tree_unflatten(bridge(leaves, owned), spec)
 
     def _flat(self, bridge: Bridge, args: Sequence) -> Callable:
         """The cheapest callable that does the same: operators that return nothing are called by their Python bodies, directly."""
@@ -173,7 +165,7 @@ class EagerPiece(nn.Module):
                 positional, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 calls.append(partial(body, *positional, **named))
             elif node.op not in ("placeholder", "output"):
-                return partial(self._run, bridge, args)
+                return partial(bridge.call, self.graph, args, {})
         return calls[0] if len(calls) == 1 else partial(_each, calls)
 
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from pcg_ref.compilers import COMPILERS
 from pcg_ref.effects import effects
-from pcg_ref.graphs import GraphPool, gc_held_off, weak_ref
+from pcg_ref.graphs import gc_held_off
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.pieces import ConcreteSizeEntry, EagerPiece, Event, PiecewiseBackend, Shared, operators
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.splitting import SplitItem, split_graph
@@ -121,7 +122,7 @@ class PiecewiseModel:
 
     def _ready_to_capture(self) -> bool:
         entries = [by_size.get(self._shared.size) for by_size in self.entries.values()]
-        return all(entry is not None and entry.num_finished_warmup for entry in entries)
+        return self._shared.size in self._shared.capture_sizes and all(entry.num_finished_warmup for entry in entries)
 
     def _forget(self, size: int) -> None:
         for by_size in self.entries.values():
@@ -151,9 +152,11 @@ class PiecewiseModel:
 
         Raises:
             ValueError: The size is not in ``capture_sizes``.
+            RecompileError: The trace's guards refuse this size, or what the model reads beside its inputs has changed.
 
         Side effects: the model runs up to three times on ``args``.
         """
+        self.trace.freeze()  # a second trace would run whole, uncut, and never be captured
         result = self(*args)
         size = self._shared.size
         if size not in self._shared.capture_sizes:
@@ -161,7 +164,9 @@ class PiecewiseModel:
         while size not in self._inputs:
             result = self(*args)
         if size not in self.sequences:
-            self.sequences[size] = SegmentSequence(self._shared.segments[size], weak_ref(result), keeps=self._inputs[size])
+            allocated = [by_size[size].output for by_size in self.entries.values()]  # what pieces without a graph allocated
+            keeps = (self._inputs[size], allocated)
+            self.sequences[size] = SegmentSequence(self._shared.segments[size], weak_ref(result, self.pool), keeps)
         return self.sequences[size]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class RunnerReport(dict):
-    """Keys: ``strategy``, ``compiler``, ``replay``, ``device``, ``pool_bytes``, ``buckets`` and ``eager``.
+    """Keys: ``strategy``, ``compiler``, ``replay``, ``device``, ``pool_bytes``, ``setup_s``, ``buckets`` and ``eager``.
+
+    ``setup_s`` holds the seconds spent to trace, compile and capture, as far as the strategy does so.
 
     ``buckets`` holds for each captured size ``graphs``, ``eager_segments``, ``replays``, ``capture_ms``, ``pool_bytes`` (what capturing
     it added) and ``bridge_bytes``. ``eager`` holds for each reason how many batches ran eagerly for it.
@@ -17,6 +19,7 @@ class RunnerReport(dict):
             replay=runner.replay,
             device=str(runner.device),
             pool_bytes=runner.pool.bytes,
+            setup_s={**(runner._impl.setup_s if runner._impl else {}), "capture": sum(runner._capture_ms.values()) / 1e3},
             buckets={
                 bucket: {
                     "graphs": sequence.num_graphs,
@@ -35,7 +38,7 @@ class RunnerReport(dict):
         simulated = " (tape simulation)" if self["device"] == "cpu" else ""
         lines = [
             f"strategy {self['strategy']}, compiler {self['compiler']}, {self['replay']} replay on {self['device']}{simulated}; "
-            f"pool {self['pool_bytes'] / 2**20:.1f} MiB",
+            f"pool {self['pool_bytes'] / 2**20:.1f} MiB; " + ", ".join(f"{what} {s:.2f} s" for what, s in self["setup_s"].items()),
             f"{'bucket':>8} {'graphs':>7} {'eager':>6} {'replays':>8} {'capture ms':>11} {'pool KiB':>9} {'bridge KiB':>11}",
         ]
         for bucket, row in self["buckets"].items():

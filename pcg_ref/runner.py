@@ -13,16 +13,22 @@ import torch
 from torch import nn
 
 from pcg_ref.buckets import bucket_for, default_buckets
-from pcg_ref.context import PackedBatch, forward_context, to_device
-from pcg_ref.graphs import GraphPool, gc_held_off
+from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.graphs import gc_held_off
+from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.state import ParameterWatch, preserved_buffers
+from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
 from pcg_ref.tracing import RecompileError
 
-STRATEGIES = ("tc_piecewise", "full", "eager")
+# subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else; a runner made there would be
+# unusable outside, and the other way round. So nothing here runs in it, whatever the caller does.
+_outside_inference_mode = torch.inference_mode(False)
+
+STRATEGIES = ("tc_piecewise", "breakable", "full", "eager")
 
 
 class PrefillRunner:
@@ -31,7 +37,7 @@ class PrefillRunner:
     Args:
         model: Called as ``model(tokens[T], positions[T]) -> hidden[T, D]``, both int64, under ``forward_context(batch)``. If it has
             ``vocab_size`` (or ``max_request_length``), batches are checked against it.
-        strategy: ``"tc_piecewise"``, ``"full"`` or ``"eager"``.
+        strategy: ``"tc_piecewise"``, ``"breakable"``, ``"full"`` or ``"eager"``.
         buckets: Sizes to capture, each at least 2; ``default_buckets(1024)`` by default.
         compiler: What runs inside the graphs, ``"eager"`` or ``"inductor"``.
         replay: For ``tc_piecewise``: ``"flat"`` runs the recorded sequence; ``"stitched"`` calls the traced model, guards included.
@@ -51,6 +57,7 @@ class PrefillRunner:
         buckets: The sizes, ascending.
     """
 
+    @_outside_inference_mode
     def __init__(
         self,
         model: Callable,
@@ -68,6 +75,8 @@ class PrefillRunner:
     ) -> None:
         _choose("strategy", strategy, STRATEGIES)
         _choose("compiler", compiler, ("eager", "inductor"))
+        if strategy == "breakable" and compiler != "eager":
+            raise ValueError(f"strategy 'breakable' uses no compiler; choose compiler='eager', or 'tc_piecewise' for {compiler!r}")
         _choose("replay", replay, ("flat", "stitched"))
         _choose("on_fresh_output", on_fresh_output, ("bridge", "error"))
         _choose("on_recompile", on_recompile, ("error", "eager"))
@@ -93,6 +102,7 @@ class PrefillRunner:
         self._capture_ms: dict[int, float] = {}
         self._pool_bytes: dict[int, int] = {}
 
+    @_outside_inference_mode
     def capture(self, progress: bool = True) -> RunnerReport:
         """Capture every bucket, the largest first, so that the smaller ones fit into its memory.
 
@@ -114,7 +124,10 @@ class PrefillRunner:
         with preserved_buffers(self.model), gc_held_off(), torch.no_grad():
             if self._impl is None:
                 self._impl = self._make_strategy()
-            self._watch.remember()
+            if self.sequences:
+                self._watch.check()  # an earlier call captured some: all buckets must read the same weights
+            else:
+                self._watch.remember()
             for bucket in _bar(remaining, progress):
                 start, before = time.perf_counter(), self.pool.bytes
                 sequence = self._impl.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
@@ -127,8 +140,11 @@ class PrefillRunner:
     def _make_strategy(self):
         if self.strategy == "full":
             return FullStrategy(self.model, self.pool, self.buckets, self.compiler, self.max_requests)
+        if self.strategy == "breakable":
+            return BreakableStrategy(self.model, self.pool, self.on_fresh_output)
         return TcPiecewiseStrategy(self.model, self.pool, self.buckets, self.compiler, self.on_fresh_output)
 
+    @_outside_inference_mode
     @torch.no_grad()
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
@@ -194,11 +210,10 @@ class PrefillRunner:
     def _fill(self, batch: PackedBatch, bucket: int) -> None:
         """Copy the batch into the static inputs; padded rows are token 0 at position 0."""
         n = batch.num_tokens
-        self._tokens[:n].copy_(batch.tokens)
-        self._tokens[n:bucket].zero_()
-        positions = torch.zeros(bucket, dtype=torch.int64)
-        positions[:n] = batch.host_positions
-        self._positions[:bucket].copy_(to_device(positions, self.device))
+        for static, values in ((self._tokens, batch.tokens), (self._positions, batch.host_positions)):
+            static[:n].copy_(values, non_blocking=True)
+            if n < bucket:
+                static[n:bucket].zero_()
 
     def report(self) -> RunnerReport:
         """What was captured and what ran, so far."""

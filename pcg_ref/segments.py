@@ -5,11 +5,11 @@ Replay is a loop. Whatever found the boundaries (a compiler, the capture itself,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pcg_ref.graphs import CapturedGraph
 
@@ -32,36 +32,49 @@ class GraphSegment:
 
 
 class Bridge:
-    """Buffers that stay, for the results of an eager segment that allocates its own.
+    """Calls the function of an eager segment, and keeps its results where the next graph reads them.
 
-    The next graph reads where the result was at capture. A split operator that returns fresh tensors puts it elsewhere each time, so
-    it is copied to the place that the graph knows.
+    The next graph reads where the results were at capture. What the function writes into its arguments is there again by itself; what
+    it returns in fresh memory is somewhere else each time, and is copied to a buffer that stays.
+
+    Args:
+        name: For messages.
+        on_fresh_output: ``"bridge"``, or ``"error"`` to refuse fresh results.
 
     Attributes:
-        buffers: One for each fresh result, by its place among the results.
+        buffers: The buffers, by the result's place among the results.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, on_fresh_output: str = "bridge") -> None:
+        self.name, self.on_fresh_output = name, on_fresh_output
         self.buffers: dict[int, torch.Tensor] = {}
         self._constants: dict[int, object] | None = None
 
-    def __call__(self, results: list, owned: list[bool]) -> list:
-        """Copy each fresh result (``owned[i]`` false) to its buffer and return what the next segment may read.
+    def call(self, function: Callable, args: tuple, kwargs: Mapping) -> object:
+        """``function(*args, **kwargs)``, with its fresh tensors replaced by the buffers.
 
         Raises:
-            RuntimeError: A result has another shape or dtype than before, or a result that is no tensor has another value.
+            RuntimeError: Fresh memory under ``"error"``; a tensor of another shape or dtype than at the first call; or a result that is
+                no tensor and has changed, because the graphs have its first value in them.
         """
-        constants = {i: r for i, r in enumerate(results) if not isinstance(r, torch.Tensor)}
+        leaves, spec = tree_flatten(function(*args, **kwargs))
+        memory = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         if self._constants is not None and constants != self._constants:
             raise RuntimeError(
                 f"{self.name} returned {constants}, and {self._constants} when the graphs were captured; a value that changes must be "
                 f"a tensor"
             )
         self._constants = constants
-        return [r if i in constants or owned[i] else self._keep(i, r) for i, r in enumerate(results)]
+        kept = [leaf if i in constants or _address(leaf) in memory else self._keep(i, leaf) for i, leaf in enumerate(leaves)]
+        return tree_unflatten(kept, spec)
 
     def _keep(self, i: int, result: torch.Tensor) -> torch.Tensor:
+        if self.on_fresh_output == "error":
+            raise RuntimeError(
+                f"{self.name} returns fresh memory, and the next graph would read the old address: let it write into an argument, or "
+                f"allow on_fresh_output='bridge'"
+            )
         buffer = self.buffers.get(i)
         if buffer is None:
             # A real allocation outside every pool: no captured segment produces it, so nothing may reuse it.
@@ -72,6 +85,10 @@ class Bridge:
                 f"the graphs were captured; shapes are frozen"
             )
         return buffer.copy_(result)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ def split_graph(
 
     Args:
         graph: The graph, left as it is. Nodes that carry ``meta["example_value"]``, as ``trace`` makes them, let sizes cross a cut.
-        ops: Split operators: objects (``OpOverload``, ``OpOverloadPacket``, any function called in the graph) or names
+        ops: Split operators, or one: objects (``OpOverload``, ``OpOverloadPacket``, any function called in the graph) or names
             (``"ns::op"``, ``"ns.op"``, ``"ns.op.default"``). The registry by default.
         allow_none: Accept a graph without a split operator, as one piece.
 
@@ -57,6 +57,8 @@ def split_graph(
         ValueError: A name is no operator, no split operator is called in the graph, or a ``torch.Size`` would have to cross a cut
             and the graph carries no shapes.
     """
+    if isinstance(ops, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        ops = [ops]  # a name and a packet can be iterated over: into letters and overload names
     ops = list(split_ops() if ops is None else ops)
     targets = {target for op in ops for target in _resolve(op, graph)}
     # A copy of the nodes; parameters and submodules are shared.

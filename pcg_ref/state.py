@@ -10,49 +10,62 @@ from torch import nn
 
 
 def _slots(model: Callable) -> list[tuple[str, dict, str]]:
-    """Where each parameter and buffer is kept: its name, and the dictionary and key that hold it."""
+    """Where each submodule, parameter and buffer is kept: its name, and the dictionary and key that hold it."""
     module = getattr(model, "__self__", model)
     if not isinstance(module, nn.Module):
         return []
     return [
         (f"{prefix}.{key}" if prefix else key, owner, key)
         for prefix, child in module.named_modules()
-        for owner in (child._parameters, child._buffers)  # the dictionaries themselves: looking names up costs more than the check
-        for key, tensor in owner.items()
-        if tensor is not None
+        # The dictionaries themselves: looking names up costs more than the check.
+        for owner in (child._modules, child._parameters, child._buffers)
+        for key, value in owner.items()
+        if value is not None
     ]
 
 
 class ParameterWatch:
     """Notices a parameter or buffer that is no longer where the graphs read it.
 
-    ``module.half()``, ``load_state_dict(assign=True)`` or a new ``nn.Parameter`` give weights a new address; graphs would go on with
-    the old numbers. Costs about 0.1 µs of host time a tensor and check.
+    ``module.half()``, ``load_state_dict(assign=True)``, a new ``nn.Parameter`` or a new submodule give weights a new address; graphs
+    would go on with the old numbers. Costs about 0.1 µs of host time a tensor and check.
     """
 
     def __init__(self, model: Callable) -> None:
         self.model = model
         self._slots: list[tuple[str, dict, str]] = []
-        self._addresses: list[int] = []
+        self._identities: list[int] = []
 
     def remember(self) -> None:
         """Take the addresses of now as those of capture."""
-        self._slots = _slots(self.model)
-        self._addresses = self._current()
+        slots = _slots(self.model)
+        # Tensors first, so that check() can tell the two apart by their place.
+        self._slots = sorted(slots, key=lambda slot: not isinstance(slot[1][slot[2]], torch.Tensor))
+        self._owners, self._keys = [s[1] for s in self._slots], [s[2] for s in self._slots]
+        self._num_tensors = sum(isinstance(owner[key], torch.Tensor) for owner, key in zip(self._owners, self._keys))
+        self._identities = self._current()
 
     def _current(self) -> list[int]:
-        return [owner[key].data_ptr() for _, owner, key in self._slots]
+        # map and no comprehension: the check runs once a batch, over every parameter.
+        values = list(map(dict.get, self._owners, self._keys))
+        return [*map(_identity, values[: self._num_tensors]), *map(id, values[self._num_tensors :])]
 
     def check(self) -> None:
         """Raises ``RuntimeError`` with the name of the first tensor that has moved."""
-        current = self._current()
-        if current == self._addresses:
+        if not self._slots:
             return
-        name, old, new = next((s[0], a, b) for s, a, b in zip(self._slots, self._addresses, current) if a != b)
+        current = self._current()
+        if current == self._identities:
+            return
+        name, old, new = next((s[0], a, b) for s, a, b in zip(self._slots, self._identities, current) if a != b)
         raise RuntimeError(
             f"{name} is at {new:#x}, and was at {old:#x} at capture; the graphs read the old address. Change weights in place "
             f"(parameter.copy_, load_state_dict), or build a new runner and capture"
         )
+
+
+def _identity(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()
 
 
 @contextmanager
@@ -68,13 +81,14 @@ def preserved_buffers(model: Callable):
         yield
         return
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    versions = {name: parameter._version for name, parameter in module.named_parameters()}
+    # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.
+    versions = {name: p._version for name, p in module.named_parameters() if not p.is_inference()}
     try:
         yield
     finally:
-        with torch.no_grad():
+        with torch.inference_mode():  # where both kinds of tensors may be written
             for buffer, value in buffers:
                 buffer.copy_(value)
-    written = [name for name, parameter in module.named_parameters() if versions.get(name) != parameter._version]
+    written = [name for name, p in module.named_parameters() if name in versions and versions[name] != p._version]
     if written:
         raise RuntimeError(f"the forward writes to the parameters {written}, and warm-up has already done so; make them buffers")

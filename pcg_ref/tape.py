@@ -25,12 +25,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode  # private: no public way to ask for shapes
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pcg_ref.breaks import break_handler
 from pcg_ref.compilers import CompiledPiece
 from pcg_ref.effects import is_allocation, is_view, written_arguments
-from pcg_ref.ops import python_body
+from pcg_ref.ops import python_body, split_ops
 
 _ALIGNMENT = 512  # bytes, the caching allocator's; it also keeps vectorised kernels on the same path as in eager
 _SEGMENT_BYTES = 2 << 20  # the caching allocator's small segment
@@ -46,6 +47,8 @@ class Arena:
     def __init__(self) -> None:
         self._segments: list[tuple[int, memoryview]] = []  # (address, memory)
         self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
+        # subtle: blocks die at any moment, by the garbage collector also in the middle of the search below; they wait here for the next.
+        self._returned: list[tuple[int, int]] = []
 
     @property
     def bytes(self) -> int:
@@ -67,6 +70,8 @@ class Arena:
         return flat.as_strided(like.shape, like.stride())
 
     def _allocate(self, nbytes: int) -> tuple[int, memoryview]:
+        while self._returned:
+            self._release(*self._returned.pop())
         fitting = [(size, address) for address, size in self._free if size >= nbytes]
         if not fitting:
             self._add_segment(nbytes)
@@ -80,7 +85,7 @@ class Arena:
 
     def _block(self, memory: memoryview, offset: int, nbytes: int, address: int) -> memoryview:
         block = memory[offset : offset + nbytes]
-        weakref.finalize(block, self._release, address, nbytes).atexit = False
+        weakref.finalize(block, self._returned.append, (address, nbytes)).atexit = False
         return block
 
     def _release(self, address: int, nbytes: int) -> None:
@@ -119,33 +124,13 @@ class Tape:
             itself writes.
     """
 
-    _recording = False
-
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.calls: list[tuple[Callable, tuple, dict, list]] = []
 
-    @contextmanager
-    def record(self):
-        """Record the ATen calls of the block. Raises ``CaptureError`` for what CUDA would refuse."""
-        if Tape._recording:
-            raise CaptureError("a capture is already running; captures do not nest")
-        Tape._recording = True
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(_NoHostReads())
-                stack.enter_context(_Recorder(self))
-                yield
-        except BaseException:
-            self.calls.clear()
-            raise
-        finally:
-            Tape._recording = False
-
     def append(self, function: Callable, args: tuple, kwargs: dict, outputs: list) -> None:
         """Add one call; arena memory among its tensors is held by address."""
-        weak = lambda t: alias_of_host_memory(t) if self.arena.owns(t) else t  # noqa: E731
+        weak = lambda t: alias_of_host_memory(t) if self.arena.owns(t) else _same_memory(t)  # noqa: E731
         args, kwargs = tree_map_only(torch.Tensor, weak, (args, kwargs))
         self.calls.append((function, args, kwargs, [weak(out) if isinstance(out, torch.Tensor) else None for out in outputs]))
 
@@ -178,28 +163,82 @@ class Tape:
                     target.copy_(value)
 
 
+class TapeRecorder:
+    """Writes the ATen calls of a ``with`` block to tapes, one tape after the other."""
+
+    _active = False
+
+    def __init__(self, arena: Arena) -> None:
+        self._mode = _Recorder(arena)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TapeRecorder:
+        if TapeRecorder._active:
+            raise CaptureError("a capture is already running; captures do not nest")
+        TapeRecorder._active = True
+        # Blocks made in inference mode could not be written outside it.
+        self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.no_grad())
+        self._stack.enter_context(_NoHostReads())
+        self._stack.enter_context(self._mode)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        TapeRecorder._active = False
+        self._stack.close()
+
+    def begin(self) -> None:
+        """Start a tape."""
+        self._mode.tape = Tape(self._mode.arena)
+
+    def end(self) -> Tape:
+        """Finish the tape and return it."""
+        tape, self._mode.tape = self._mode.tape, None
+        return tape
+
+    @contextmanager
+    def suspended(self):
+        """Run the block for real, between two tapes; also from inside an operator that is being recorded."""
+        # private: no public way to leave modes that were entered further out, which is what an eager break does.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
+
+
+def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor object of the tape's own: ``module.half()`` gives the user's object other memory, and a graph would not follow."""
+    alias = tensor.detach()
+    return torch.nn.Parameter(alias, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else alias
+
+
 _METADATA_CHANGES = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
 class _Recorder(TorchDispatchMode):
     """Turns each ATen call into an entry of the tape."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__()
-        self.tape = tape
+        self.arena = arena
+        self.tape: Tape | None = None
         self.shapes = FakeTensorMode()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name
-        if torch.Tag.data_dependent_output in func.tags:
+        if torch.Tag.data_dependent_output in func.tags or _assigns_by_mask(name, args):
             raise _needs_the_host(name)
         if name in _METADATA_CHANGES:
             raise CaptureError(f"{name} changes a tensor's memory while the region is captured; allocate a new tensor instead")
         if body := python_body(func):
+            if (handler := break_handler.get()) and func in split_ops():
+                return handler(body, args, kwargs)
             with self:  # the kernels that the body launches are captured, the body is not
                 return body(*args, **kwargs)
-        if is_view(func):
+        with self:
+            decomposed = func.decompose(*args, **kwargs)  # tensors made in inference mode bring reshape() and the like here whole
+        if decomposed is not NotImplemented:
+            return decomposed
+        if is_view(func) or torch.Tag.inplace_view in func.tags:  # the latter, t_() or unsqueeze_(), change the tensor object alone
             return func(*args, **kwargs)
         outputs = self._outputs(func, args, kwargs)
         if not is_allocation(func):
@@ -210,10 +249,6 @@ class _Recorder(TorchDispatchMode):
 
     def _outputs(self, func, args, kwargs):
         """What the call returns: the arguments it writes to, and blocks of the arena for everything fresh."""
-        returns = func._schema.returns
-        if returns and all(r.alias_info is not None and r.alias_info.is_write for r in returns):
-            written = written_arguments(func, args, kwargs)
-            return written[0] if len(returns) == 1 else tuple(written)
         fake = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)  # noqa: E731
         try:
             with self.shapes:
@@ -221,7 +256,24 @@ class _Recorder(TorchDispatchMode):
                 result = func(*fake_args, **fake_kwargs)
         except DynamicOutputShapeException:
             raise _needs_the_host(func._schema.name) from None
-        return tree_map_only(torch.Tensor, self.tape.arena.empty_strided, result)
+        written = written_arguments(func, args, kwargs)
+        for tensor, fake_tensor in zip(written, written_arguments(func, fake_args, fake_kwargs)):
+            if tensor.shape != fake_tensor.shape:
+                raise CaptureError(
+                    f"{func._schema.name} would resize its output from {list(tensor.shape)} to {list(fake_tensor.shape)} while the region "
+                    f"is captured; give out= the right shape"
+                )
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and r.alias_info.is_write for r in returns):
+            return written[0] if len(returns) == 1 else tuple(written)
+        return tree_map_only(torch.Tensor, self.arena.empty_strided, result)
+
+
+def _assigns_by_mask(name: str, args: tuple) -> bool:
+    """Whether this is ``x[mask] = values``, which asks the device how many; one value for all is a fill and asks nothing."""
+    if not name.startswith("aten::index_put") or args[2].numel() == 1:
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _needs_the_host(name: str) -> CaptureError:

@@ -9,6 +9,7 @@ does not cut, compile or capture anything.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -66,12 +67,20 @@ class Trace:
         def run(*flat_inputs):
             if self._body is None:
                 raise _Traced
-            return self._body(*flat_inputs)
+            if not self._frozen:
+                return self._body(*flat_inputs)
+            with torch.compiler.set_stance("default"):  # what is frozen is this trace; a piece may compile itself further
+                return self._body(*flat_inputs)
 
         return run
 
     def _input_name(self, node: fx.Node, value: object) -> str:
-        module = getattr(self.model, "__self__", self.model)
+        module = self.model
+        while isinstance(module, functools.partial):
+            module = module.func
+        module = getattr(module, "__self__", module)
+        if isinstance(value, nn.Parameter):
+            node.meta["owner"] = "parameter"  # also one that a traced function only closes over
         if isinstance(module, nn.Module) and isinstance(value, torch.Tensor):
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if tensor is value:
@@ -148,10 +157,12 @@ def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int |
     """
     result = Trace(model)
     # subtle: marked on the very tensors that are passed; a slice of a marked tensor is not marked.
-    for tensor, dim in _dynamic_tensors(result._function, example_args, dynamic_dims):
+    for tensor, dim in _dynamic_tensors(model, example_args, dynamic_dims):
         torch._dynamo.mark_dynamic(tensor, dim)
     try:
-        with torch.no_grad():
+        # subtle: Dynamo remembers, by line of code, what differed between traces. Without the patch the second model of a class gets
+        # its number attributes as inputs and an .item() in its graph, which no capture survives.
+        with torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             result._compiled(*example_args)
     except _Traced:
         return result
@@ -160,23 +171,36 @@ def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int |
     raise TraceError("the model launches nothing that can be traced: its FX graph is empty")
 
 
-def _dynamic_tensors(function: Callable, args: Sequence, dynamic_dims: Mapping | None) -> list[tuple[torch.Tensor, int]]:
+def _argument_names(model: Callable, args: Sequence) -> list[str]:
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except ValueError:  # a builtin function has none
+        return [f"argument {i}" for i in range(len(args))]
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    named = [name for name in signature.bind(*args).arguments if kinds[name] is not inspect.Parameter.VAR_POSITIONAL]
+    return named + [f"argument {i}" for i in range(len(named), len(args))]  # those that *args takes have no name
+
+
+def _dynamic_tensors(model: Callable, args: Sequence, dynamic_dims: Mapping | None) -> list[tuple[torch.Tensor, int]]:
     if dynamic_dims is None:
         dynamic_dims = {i: 0 for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.dim()}
-    names = list(inspect.signature(function).bind(*args).arguments)
+    names = _argument_names(model, args)
     marked = []
     for key, dims in dynamic_dims.items():
         index = names.index(key) if key in names else key
         if not isinstance(index, int) or not 0 <= index < len(args) or not isinstance(args[index], torch.Tensor):
             raise ValueError(f"dynamic_dims names {key!r}, which is no tensor argument; the arguments are {names}")
         for dim in [dims] if isinstance(dims, int) else dims:
-            size = args[index].shape[dim]
+            shape = list(args[index].shape)
+            if not -len(shape) <= dim < len(shape):
+                raise ValueError(f"dynamic_dims gives dimension {dim} for argument {names[index]!r}, whose shape is {shape}")
+            size = shape[dim]
             if size < 2:
                 raise ValueError(
                     f"argument {names[index]!r} has size {size} in its dynamic dimension {dim}; torch specialises sizes 0 and 1, so "
                     f"trace with at least 2"
                 )
-            marked.append((args[index], dim))
+            marked.append((args[index], dim % len(shape)))  # mark_dynamic takes a negative dimension and ignores it
     return marked
 
 
@@ -206,8 +230,10 @@ def _explain(error: Exception) -> Exception:
         frames = [(frame.filename, frame.lineno, frame.line) for frame in stack]
     where = "{}:{} ({})".format(*frames[-1]) if frames else "a line that torch does not name"
     reason = " ".join(text[0].split("\n\n")[0].split())
+    remedy = "Move that line out of the traced function, hide it in an operator (register_custom_op)"
+    if "specialized" in reason:  # Dynamo's word for a dynamic size that the code fixes to a number
+        remedy = "Write that line in terms of its inputs' shapes, or make the dimension static (dynamic_dims)"
     return TraceError(
         f"the model cannot be traced as one graph: {reason}\n  at {where}\n"
-        f"Move that line out of the traced function, hide it in an operator (register_custom_op), or capture without a compiler: "
-        f"strategy='breakable'."
+        f"{remedy}, or capture without a compiler: strategy='breakable'."
     )

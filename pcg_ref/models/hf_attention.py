@@ -99,7 +99,7 @@ def _attend(module, query, key, value, attention_mask, scaling: float | None = N
     """[1, H, T, C], [1, K, T, C], [1, K, T, C] -> ([1, T, H, C], no weights): transformers' contract for attention functions."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # views; the last dimension stays contiguous
     # Allocated here, in the traced part, so that the memory belongs to a captured piece and keeps its address.
-    # subtle: query is a transposed view and empty_like would keep its strides; transformers flattens the heads next, which must be a
+    # subtle: query is a transposed view, whose strides empty_like would keep; transformers flattens the heads next, which must be a
     # view of this memory and not a copy.
     output = torch.empty_like(query, memory_format=torch.contiguous_format)  # [T, H, C]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

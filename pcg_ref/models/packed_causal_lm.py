@@ -39,9 +39,9 @@ class PackedCausalLM(nn.Module):
     Raises:
         ValueError: The architecture needs what the packed attention operator does not do, or results differ from transformers' own.
 
-    Side effects: ``causal_lm`` is put into eval mode, its parameters no longer require gradients, and its config names ``"pcg_ref"``
-    as the attention implementation; ``causal_lm.set_attn_implementation("sdpa")`` undoes that, after which this adapter must not be
-    used. If construction fails, the attention implementation is what it was.
+    Side effects: ``causal_lm`` is put into eval mode, its parameters no longer require gradients, and its config names
+    ``"pcg_ref"`` as the attention implementation; ``causal_lm.set_attn_implementation("sdpa")`` undoes that, after which this
+    adapter must not be used. If construction fails, the attention implementation is what it was.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
@@ -67,10 +67,13 @@ class PackedCausalLM(nn.Module):
 
         Raises:
             RuntimeError: Outside a forward context.
-            ValueError: See ``check_batch``; not when compiled, because a trace cannot hold the check.
+            ValueError: See ``check_batch``. Neither a trace nor a graph can hold that check; with those it is the caller's to make.
         """
         if not torch.compiler.is_compiling():
-            self.check_batch(current_context().batch)
+            context = current_context()
+            # With static boundaries this is the capture of a whole forward, for a stand-in batch as long as the bucket.
+            if context.static_cu_seqlens is None:
+                self.check_batch(context.batch)
         body = self.causal_lm.base_model
         output = body(input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return output.last_hidden_state.squeeze(0)
@@ -113,7 +116,7 @@ class PackedCausalLM(nn.Module):
             ValueError: ``mode`` is true.
         """
         if mode:
-            raise ValueError("PackedCausalLM is for inference: dropout and gradients do not pass the split op; train the causal_lm itself")
+            raise ValueError("PackedCausalLM is for inference: the split op has no dropout or gradients; train causal_lm itself")
         return super().train(mode)
 
 
@@ -148,8 +151,8 @@ def _check_structure(causal_lm: nn.Module) -> None:
         # They also write the frequencies into the module, so requests of one batch would change each other's and later batches'.
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ValueError(
-                f"{name} has RoPE of type {rope_type!r}, whose frequencies depend on the longest position of a batch; that cannot be "
-                f"held in a trace: set rope_parameters to a static type (default, linear, yarn, llama3) or choose another model"
+                f"{name} has RoPE of type {rope_type!r}, whose frequencies depend on the longest position of a batch; that cannot "
+                f"be held in a trace: set rope_parameters to a static type (default, linear, yarn, llama3) or choose another model"
             )
 
 
@@ -198,7 +201,7 @@ def _check_against_transformers(model: PackedCausalLM) -> int:
     tolerance = 1e-3 if packed.dtype in (torch.float32, torch.float64) else 0.2
     if not error <= tolerance:  # written so that NaN fails
         raise ValueError(
-            f"{type(causal_lm).__name__}: packed logits differ from transformers' own by {error:.2g} (relative, at most {tolerance} "
+            f"{type(causal_lm).__name__}: packed logits differ from transformers' own by {error:.2g} (relative; up to {tolerance} "
             f"is rounding), so it mixes tokens, or computes logits, in a way that this adapter does not know: {REMEDY}"
         )
     return hidden.shape[-1]

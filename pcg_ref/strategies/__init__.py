@@ -12,7 +12,14 @@ from pcg_ref.segments import SegmentSequence
 
 
 class Strategy(Protocol):
-    """What the runner asks of a strategy."""
+    """What the runner asks of a strategy.
+
+    Attributes:
+        setup_s: Seconds spent before the first capture, by what for: ``"trace"``, ``"compile"`` (the general run, in which inductor
+            generates its code).
+    """
+
+    setup_s: dict[str, float]
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket.
@@ -30,3 +37,10 @@ class Strategy(Protocol):
 
     def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
         """The forward context for one replay, with whatever the graphs read from the device put in place."""
+
+
+def stand_in(model: object, tokens: torch.Tensor) -> PackedBatch:
+    """A batch of zeros that fills ``tokens``, in requests that the model allows."""
+    longest = getattr(model, "max_request_length", None) or len(tokens)
+    lengths = [longest] * (len(tokens) // longest) + [len(tokens) % longest] * bool(len(tokens) % longest)
+    return PackedBatch(torch.zeros_like(tokens), lengths)

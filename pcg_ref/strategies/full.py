@@ -6,13 +6,15 @@ of slots. Mirrors SGLang's ``FullCudaGraphBackend`` and vLLM's ``CUDAGraphMode.F
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from pcg_ref.context import PackedBatch, forward_context, to_device
-from pcg_ref.graphs import GraphPool, capture, gc_held_off, weak_ref
+from pcg_ref.graphs import capture, gc_held_off
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.segments import GraphSegment, SegmentSequence
 from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
@@ -38,10 +40,14 @@ class FullStrategy:
         self.cu_seqlens = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
         # A compiler needs the FX graph; uncut, it is one piece, and lives as any piece does.
         self.piecewise = None
+        self.setup_s: dict[str, float] = {}
         if compiler != "eager":
+            start = time.perf_counter()
             traced = trace_with_example(model, pool.device)
+            traced_at = time.perf_counter()
             self.piecewise = PiecewiseModel(traced, (), compiler, buckets, pool=pool, allow_none=True)
             general_run(self.piecewise, self.context)
+            self.setup_s = {"trace": traced_at - start, "compile": time.perf_counter() - traced_at}
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
@@ -51,8 +57,8 @@ class FullStrategy:
             with self.pool.on_stream():
                 self.model(tokens, positions)  # warm-up
             graph = capture(self.model, tokens, positions, pool=self.pool)
-        output, graph.output = weak_ref(graph.output), None
-        return SegmentSequence([GraphSegment("model", graph)], output, keeps=(tokens, positions, self.model))
+        output, graph.output = weak_ref(graph.output, self.pool), None
+        return SegmentSequence([GraphSegment("model", graph)], output, keeps=(tokens, positions, self.cu_seqlens, self.model))
 
     def refuses(self, batch: PackedBatch) -> str | None:
         """See ``Strategy.refuses``."""

@@ -6,15 +6,18 @@ replay is ours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from pcg_ref.context import PackedBatch, forward_context
-from pcg_ref.graphs import GraphPool, gc_held_off
+from pcg_ref.graphs import gc_held_off
+from pcg_ref.pools import GraphPool
 from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.segments import SegmentSequence
+from pcg_ref.strategies import stand_in
 from pcg_ref.tracing import Trace, trace
 
 
@@ -53,23 +56,29 @@ class TcPiecewiseStrategy:
 
     Attributes:
         piecewise: The ``PiecewiseModel``; calling it with the static inputs is the stitched replay.
+        setup_s: See ``Strategy.setup_s``.
     """
 
     def __init__(
         self, model: Callable, pool: GraphPool, buckets: Sequence[int], compiler: str = "eager", on_fresh_output: str = "bridge"
     ) -> None:
+        self.model = model
+        start = time.perf_counter()
+        traced = trace_with_example(model, pool.device)
+        traced_at = time.perf_counter()
         self.piecewise = PiecewiseModel(
-            trace_with_example(model, pool.device),
+            traced,
             compiler=compiler,
             capture_sizes=buckets,
             on_fresh_output=on_fresh_output,
             pool=pool,
         )
         general_run(self.piecewise, self.context)
+        self.setup_s = {"trace": traced_at - start, "compile": time.perf_counter() - traced_at}
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
-        with self.context(PackedBatch(torch.zeros_like(tokens), [bucket]), bucket), gc_held_off():
+        with self.context(stand_in(self.model, tokens), bucket), gc_held_off():
             return self.piecewise.capture(tokens, positions)
 
     def refuses(self, batch: PackedBatch) -> str | None:

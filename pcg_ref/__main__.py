@@ -1,0 +1,189 @@
+"""The command line: ``python -m pcg_ref {check,demo,split}``.
+
+Exit code 0 is success, 1 a result that is wrong, 2 a mistake of the caller, told in one line. What a command needs is imported when it
+runs, so that ``--help`` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A mistake that the caller can mend; the message says how."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage before every complaint, and exits; a line is enough."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; by default those of this process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: After ``--help``.
+    """
+    from pcg_ref.tracing import TraceError
+
+    try:
+        options = _parser().parse_args(argv)
+        return options.run(options)
+    except (UserError, ValueError, ImportError, TraceError) as error:  # what the package raises for what a caller can change
+        print(f"pcg_ref: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    from pcg_ref.compilers import COMPILERS
+    from pcg_ref.runner import STRATEGIES
+
+    parser = _Parser(prog="python -m pcg_ref", description="Piecewise CUDA Graph, readable: trace, split, capture, replay.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{check,demo,split}")
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("--model", default="smollm2", metavar="{tiny,smollm2,ID,PATH}",
+                       help="tiny: random weights, needs torch alone; smollm2: a real chat model (default); or what transformers "
+                            "finds by a Hugging Face id or a local path")  # fmt: skip
+
+    check = commands.add_parser("check", help="what this machine has, and what follows from it")
+    check.set_defaults(run=lambda options: _check())
+
+    demo = commands.add_parser("demo", parents=[model], help="the whole path on chat prompts, compared with the model's own results")
+    demo.add_argument("--strategy", choices=STRATEGIES, default="tc_piecewise", help="who finds the boundaries (%(default)s)")
+    demo.add_argument("--compiler", choices=sorted(COMPILERS), default="eager", help="what runs inside the graphs (%(default)s)")
+    demo.add_argument("--buckets", type=_buckets, metavar="N,N,...", help="sizes to capture (the powers of two that the batches need)")
+    demo.add_argument("--prompts", metavar="FILE", help="one prompt a line")
+    demo.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else there")
+    demo.set_defaults(run=_demo)
+
+    split = commands.add_parser("split", parents=[model], help="the pieces of a model, as code")
+    split.add_argument("--layers", type=int, default=1, help="how many layers to write out (%(default)s); 0 for all")
+    split.add_argument("--boundaries", action="store_true", help="a table of the tensors that cross the cuts, in place of the code")
+    split.add_argument("--dot", metavar="FILE", help="write the drawing of the pieces as DOT text")
+    split.add_argument("--svg", metavar="FILE", help="write the drawing of the pieces as SVG")
+    split.set_defaults(run=_split)
+    return parser
+
+
+def _buckets(text: str) -> list[int]:
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes; write for example 64,128,256") from None
+    if min(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"{min(sizes)} cannot be captured; sizes start at 2")
+    return sizes
+
+
+def _check() -> int:
+    from pcg_ref import check
+
+    return check.main()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from pcg_ref import demo
+
+    prompts = demo.PROMPTS if options.prompts is None else _read_prompts(options.prompts)
+    _require_compiler(options)
+    return demo.main(prompts, options.model, options.strategy, options.compiler, options.buckets, options.json)
+
+
+def _read_prompts(path: str) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise UserError(f"{path} holds no prompt; write one a line")
+    return prompts
+
+
+def _require_compiler(options: argparse.Namespace) -> None:
+    """Refuse now what would fail only after the model is loaded."""
+    if options.compiler == "eager":
+        return
+    if options.strategy in ("breakable", "eager"):
+        raise UserError(f"strategy {options.strategy!r} uses no compiler; leave --compiler out, or choose --strategy tc_piecewise")
+    import torch
+
+    from pcg_ref.check import find_cpp_compiler
+
+    if not torch.cuda.is_available() and find_cpp_compiler() is None:
+        raise UserError("--compiler inductor needs a C++ compiler and Python's headers; python -m pcg_ref check says what is missing")
+
+
+def _split(options: argparse.Namespace) -> int:
+    import torch
+
+    from pcg_ref import demo
+    from pcg_ref.show import draw_split, split_text
+    from pcg_ref.splitting import split_graph
+    from pcg_ref.strategies.tc_piecewise import trace_with_example
+
+    subject = demo.load(options.model, torch.device("cpu"), torch.float32)
+    split_gm, items = split_graph(trace_with_example(subject.model, torch.device("cpu")).graph_module)
+    drawing = draw_split(split_gm, items, options.layers)
+    try:
+        if options.dot:
+            Path(options.dot).write_text(str(drawing), encoding="utf-8")
+        if options.svg:
+            drawing.save(options.svg)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot write the drawing: {error}") from None
+    if options.boundaries:
+        print("\n".join(_boundary_table(split_gm, items, options.layers)))
+    elif not (options.dot or options.svg):
+        print(split_text(split_gm, items, options.layers))
+    return 0
+
+
+def _boundary_table(split_gm, items, layers: int) -> list[str]:
+    """The rows of ``pcg.boundaries`` that concern the first layers; parameters and buffers share a line a kind."""
+    from pcg_ref.boundaries import boundaries
+
+    eager = [item.graph_id for item in items if item.is_splitting_graph]
+    last = eager[layers - 1] + 1 if 0 < layers <= len(eager) else len(items)
+    lines = [f"{'tensor':<24} {'from':>6}  {'to':<22} {'shape':<18} {'dtype':<9} {'memory of':<13} address"]
+    folded: dict[str, int] = {}
+    hidden = 0
+    for row in boundaries(split_gm, items):
+        made_in = int(row.producer.removeprefix("submod_")) if row.producer.startswith("submod_") else -1
+        if row.owner in ("parameter", "buffer") and made_in < 0:
+            folded[row.owner] = folded.get(row.owner, 0) + 1
+        elif made_in > last:
+            hidden += 1
+        else:
+            name = row.name.removeprefix("l_").removesuffix("_")
+            shape = re.sub(r"\bs\d+\b", "T", f"[{', '.join(row.shape)}]") if row.shape is not None else ""
+            dtype = str(row.dtype).removeprefix("torch.")
+            lines.append(f"{name:<24} {_piece(row.producer):>6}  {_pieces(row.consumers):<22} {shape:<18} {dtype:<9} {row.owner:<13} "
+                         f"{row.address}")  # fmt: skip
+    lines += [f"{f'({count} {owner}s)':<24} {'input':>6}  {'':<22} {'':<18} {'':<9} {owner:<13} fixed" for owner, count in folded.items()]
+    return lines + ([f"... {hidden} more tensors of later pieces; --layers 0 shows all"] if hidden else [])
+
+
+def _piece(name: str) -> str:
+    return name.removeprefix("submod_")
+
+
+def _pieces(names: Sequence[str]) -> str:
+    shown = [_piece(name) for name in names]
+    return ", ".join(shown) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} ... {shown[-1]} ({len(shown)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Memory that captured regions share, and references to it that do not keep it.
+
+A pool belongs to regions that are never replayed at the same time, the buckets of one model: what one has written, the next may
+overwrite. This module captures nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from pcg_ref.tape import Arena, alias_of_host_memory
+
+
+class GraphPool:
+    """Memory shared by captured regions that are never replayed at the same time.
+
+    Args:
+        device: Where the regions run.
+
+    Attributes:
+        device: The device.
+        stream: The side stream of every capture on CUDA, ``None`` on CPU.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index if self.device.index is not None else torch.cuda.current_device())
+            self.stream = torch.cuda.Stream(self.device)
+            self._handles = [torch.cuda.graph_pool_handle()]
+            self._segments: list[tuple[int, int]] = []  # (start, end) addresses, as far as known
+            self._foreign: set[int] = set()  # addresses seen that are not the pool's
+        elif self.device.type == "cpu":
+            self.stream = None
+            self.arena = Arena()
+        else:
+            raise ValueError(f"no capture on device {str(device)!r}: use 'cuda', or 'cpu' for the simulation")
+
+    @property
+    def bytes(self) -> int:
+        """Device memory reserved by the pool, in bytes."""
+        if self.stream is None:
+            return self.arena.bytes
+        return sum(end - start for start, end in self._device_segments())
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """The caching allocator's name for the pool, for ``capture_begin``."""
+        return self._handles[-1]
+
+    def renew(self) -> None:
+        """Go on in fresh memory, because torch will not capture into the old any more; graphs captured before keep theirs."""
+        self._handles.append(torch.cuda.graph_pool_handle())
+
+    def _device_segments(self) -> list[tuple[int, int]]:
+        own = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in self._handles]
+        return [(s["address"], s["address"] + s["total_size"]) for s in own]
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory is this pool's."""
+        if self.stream is None:
+            return self.arena.owns(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if not self._in_known_segments(address) and address not in self._foreign:
+            self._segments = self._device_segments()
+            if not self._in_known_segments(address):
+                self._foreign.add(address)  # looking at a snapshot is slow, and parameters are asked for again and again
+        return self._in_known_segments(address)
+
+    def _in_known_segments(self, address: int) -> bool:
+        return any(start <= address < end for start, end in self._segments)
+
+    @contextmanager
+    def on_stream(self):
+        """Run the block on the side stream, ordered after what came before and before what comes after."""
+        if self.stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outer.wait_stream(self.stream)
+
+
+def weak_ref(value: object, pool: GraphPool | None = None) -> object:
+    """Every tensor in ``value`` replaced by an alias on the same memory that does not keep it alive.
+
+    With ``pool``, only the tensors whose memory is the pool's; the others are returned themselves, and kept alive by whoever keeps
+    the result.
+
+    Capture keeps its results this way, so that one region's memory can serve the next; a captured graph holds its pool, and so the
+    alias stays valid for as long as the graph lives. Mirrors ``weak_ref_tensors`` of SGLang and vLLM, which is a compiled extension.
+    """
+
+    def weak(tensor: torch.Tensor) -> torch.Tensor:
+        if pool is not None and not pool.owns(tensor):
+            return tensor
+        return _alias_of_device_memory(tensor) if tensor.is_cuda else alias_of_host_memory(tensor)
+
+    return tree_map_only(torch.Tensor, weak, value)
+
+
+class _DeviceMemory:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def _alias_of_device_memory(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    usable = storage.nbytes() // tensor.element_size() * tensor.element_size()
+    flat = torch.as_tensor(_DeviceMemory(storage.data_ptr(), usable), device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,110 @@
+"""``breakable``: the capture itself finds the boundaries. No compiler, no FX graph: a marked function ends the graph and starts the next.
+
+Mirrors SGLang's ``BreakableCudaGraphBackend``, vLLM's ``BreakableCUDAGraphCapture`` and meta-pytorch's piecewise-cuda-graphs. Unlike
+there, each segment is replayed as soon as it is captured, so that the eager code after it sees real numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from pcg_ref.breaks import break_handler
+from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.graphs import gc_held_off, recorder
+from pcg_ref.pools import GraphPool, weak_ref
+from pcg_ref.segments import Bridge, EagerSegment, GraphSegment, SegmentSequence
+from pcg_ref.strategies import stand_in
+
+
+def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output: str = "bridge") -> SegmentSequence:
+    """Record one call of ``region(*args)`` as graph segments around its eager breaks.
+
+    Args:
+        region: A function of tensors; marked functions (``eager_on_graph``) and registered split operators break the graph.
+        args: Its static inputs.
+        pool: Memory for the graphs.
+        on_fresh_output: ``"bridge"`` copies what a break returns in fresh memory to a buffer that stays; ``"error"`` refuses it.
+
+    Returns:
+        The sequence. Segments that launch nothing are left out.
+
+    Raises:
+        CaptureError: A nested capture, a side stream that was not joined before a break, or a fresh result under ``"error"``.
+        Exception: Whatever the region raises. Nothing is kept of a capture that failed.
+
+    Side effects: the region's work, graphs and breaks, is done once, on ``args``.
+    """
+    capture = _BreakableCapture(pool, on_fresh_output)
+    token = break_handler.set(capture.run_break)
+    try:
+        with recorder(pool) as capture.recording, torch.no_grad():
+            capture.recording.begin()
+            output = region(*args)
+            capture.end_graph()
+    finally:
+        break_handler.reset(token)
+    return SegmentSequence(capture.segments, weak_ref(output, pool), keeps=(args, region))
+
+
+class _BreakableCapture:
+    """The segments so far, and the handler that adds to them."""
+
+    def __init__(self, pool: GraphPool, on_fresh_output: str) -> None:
+        self.pool, self.on_fresh_output = pool, on_fresh_output
+        self.segments: list[GraphSegment | EagerSegment] = []
+
+    def end_graph(self) -> None:
+        graph = self.recording.end()
+        if graph.empty:  # a break as the first thing, the last, or right after another
+            return
+        with self.recording.suspended():
+            graph.replay()
+        self.segments.append(GraphSegment(f"graph {len(self.segments)}", graph))
+
+    def run_break(self, function: Callable, args: tuple, kwargs: dict) -> object:
+        self.end_graph()
+        bridge = Bridge(getattr(function, "__name__", str(function)), self.on_fresh_output)
+        token = break_handler.set(None)  # a break inside a break is part of it
+        try:
+            with self.recording.suspended():
+                result = bridge.call(function, args, kwargs)
+                # subtle: held by address, or the arguments would keep this layer's memory from serving the next.
+                args, kwargs = weak_ref((args, kwargs), self.pool)
+        finally:
+            break_handler.reset(token)
+        self.segments.append(EagerSegment(bridge.name, partial(bridge.call, function, args, kwargs), bridge))
+        self.recording.begin()
+        return result
+
+
+class BreakableStrategy:
+    """Graphs between the eager breaks of the model's own Python.
+
+    Args:
+        model: Called as ``model(tokens[T], positions[T])``; need not be traceable.
+        pool: Memory for the graphs.
+        on_fresh_output: See ``capture_breakable``.
+    """
+
+    def __init__(self, model: Callable, pool: GraphPool, on_fresh_output: str = "bridge") -> None:
+        self.model, self.pool, self.on_fresh_output = model, pool, on_fresh_output
+        self.setup_s: dict[str, float] = {}  # nothing is traced or compiled
+
+    def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
+        """Capture one bucket; see ``Strategy.capture``."""
+        with self.context(stand_in(self.model, tokens), bucket), gc_held_off(), torch.no_grad():
+            with self.pool.on_stream():
+                self.model(tokens, positions)  # warm-up
+            return capture_breakable(self.model, tokens, positions, pool=self.pool, on_fresh_output=self.on_fresh_output)
+
+    def refuses(self, batch: PackedBatch) -> str | None:
+        """Nothing: eager segments read whatever the batch is."""
+        return None
+
+    def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
+        """See ``Strategy.context``."""
+        return forward_context(batch, bucket)
