@@ -1,7 +1,7 @@
 """The command line: ``python -m pcg_ref {check,demo,split}``.
 
-Exit code 0 is success, 1 a result that is wrong, 2 a mistake of the caller, told in one line. What a command needs is imported when it
-runs, so that ``--help`` stays quick.
+Exit code 0 is success, 1 a result that is wrong, 2 a mistake of the caller, told in one line. What a command needs is imported when
+it runs, so that ``--help`` stays quick.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="what this machine has, and what follows from it")
     check.set_defaults(run=lambda options: _check())
 
-    demo = commands.add_parser("demo", parents=[model], help="the whole path on chat prompts, compared with the model's own results")
+    demo = commands.add_parser("demo", parents=[model], help="the whole path on chat prompts, compared with the model itself")
     demo.add_argument("--strategy", choices=STRATEGIES, default="tc_piecewise", help="who finds the boundaries (%(default)s)")
     demo.add_argument("--compiler", choices=sorted(COMPILERS), default="eager", help="what runs inside the graphs (%(default)s)")
-    demo.add_argument("--buckets", type=_buckets, metavar="N,N,...", help="sizes to capture (the powers of two that the batches need)")
+    demo.add_argument("--buckets", type=_buckets, metavar="N,N,...", help="sizes to capture (powers of two that the batches need)")
     demo.add_argument("--prompts", metavar="FILE", help="one prompt a line")
     demo.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else there")
     demo.set_defaults(run=_demo)
@@ -123,18 +123,18 @@ def _require_compiler(options: argparse.Namespace) -> None:
     from pcg_ref.check import find_cpp_compiler
 
     if not torch.cuda.is_available() and find_cpp_compiler() is None:
-        raise UserError("--compiler inductor needs a C++ compiler and Python's headers; python -m pcg_ref check says what is missing")
+        raise UserError("--compiler inductor needs a C++ compiler and Python's headers; see python -m pcg_ref check")
 
 
 def _split(options: argparse.Namespace) -> int:
     import torch
 
-    from pcg_ref import demo
+    from pcg_ref.demo_model import load
     from pcg_ref.show import draw_split, split_text
     from pcg_ref.splitting import split_graph
     from pcg_ref.strategies.tc_piecewise import trace_with_example
 
-    subject = demo.load(options.model, torch.device("cpu"), torch.float32)
+    subject = load(options.model, torch.device("cpu"), torch.float32)
     split_gm, items = split_graph(trace_with_example(subject.model, torch.device("cpu")).graph_module)
     drawing = draw_split(split_gm, items, options.layers)
     try:
@@ -170,10 +170,12 @@ def _boundary_table(split_gm, items, layers: int) -> list[str]:
             name = row.name.removeprefix("l_").removesuffix("_")
             shape = re.sub(r"\bs\d+\b", "T", f"[{', '.join(row.shape)}]") if row.shape is not None else ""
             dtype = str(row.dtype).removeprefix("torch.")
-            lines.append(f"{name:<24} {_piece(row.producer):>6}  {_pieces(row.consumers):<22} {shape:<18} {dtype:<9} {row.owner:<13} "
-                         f"{row.address}")  # fmt: skip
-    lines += [f"{f'({count} {owner}s)':<24} {'input':>6}  {'':<22} {'':<18} {'':<9} {owner:<13} fixed" for owner, count in folded.items()]
-    return lines + ([f"... {hidden} more tensors of later pieces; --layers 0 shows all"] if hidden else [])
+            way = f"{_piece(row.producer):>6}  {_pieces(row.consumers):<22}"
+            lines.append(f"{name:<24} {way} {shape:<18} {dtype:<9} {row.owner:<13} {row.address}")
+    for owner, count in folded.items():
+        name = f"({count} {owner}{'' if count == 1 else 's'})"
+        lines.append(f"{name:<24} {'input':>6}  {'':<22} {'':<18} {'':<9} {owner:<13} fixed")
+    return lines + ([f"... {hidden} more that later pieces make; --layers 0 shows all"] if hidden else [])
 
 
 def _piece(name: str) -> str:

@@ -52,6 +52,7 @@ class PackedBatch:
                 raise ValueError(f"{len(self.prefix_lengths)} prefix_lengths for {len(self.lengths)} requests; give one for each")
         if self.min_token < 0:
             raise ValueError(f"tokens holds the negative id {self.min_token}; token ids start at 0")
+        self.host_positions  # noqa: B018  planned here, where a server would still be busy with the batch before, and not in the forward
 
     @property
     def num_tokens(self) -> int:

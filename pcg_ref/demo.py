@@ -1,8 +1,8 @@
 """The whole path on chat prompts: ``python -m pcg_ref demo``.
 
 Prompts are packed into batches, the batches run through captured graphs, and every real token's logits are compared with what the
-model gives for each request alone. Every number that is printed was measured in this very run; with ``--json`` the same numbers are one
-document. This module measures and prints; it captures and splits nothing by itself.
+model gives for each request alone. Every number that is printed was measured in this very run; with ``--json`` the same numbers are
+one document. This module measures; it captures and splits nothing by itself, and ``demo_text`` puts into words what is printed.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import statistics
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from pcg_ref import demo_text
 from pcg_ref.context import PackedBatch, forward_context
-from pcg_ref.models.tiny import TinyDecoder
+from pcg_ref.demo_model import Subject, load
 from pcg_ref.pieces import operators
 from pcg_ref.runner import PrefillRunner
 from pcg_ref.show.split import split_text
@@ -37,63 +35,10 @@ PROMPTS = (
 )
 MAX_REQUESTS = 8  # of a batch
 LARGEST_BUCKET = 2048  # that is captured without being asked for
-ROUNDS = {"cpu": 3, "cuda": 20}  # of the timing
-# Relative, a row of logits. Half precision differs by a few per cent between attention kernels in deep models; a wrong row by far more.
+ROUNDS = {"cpu": 3, "cuda": 30}  # of the timing, at most
+TIMING_LIMIT_S = 4  # for one batch; a round that has begun is finished
+# Relative, a row of logits. Half precision differs by a few per cent between attention kernels in deep models, a wrong row by more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-WIDTH = 116
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, how text becomes its tokens, and what its results are compared with.
-
-    Attributes:
-        model: Called as ``model(tokens[T], positions[T])``, with ``logits``.
-        encode: A prompt to token ids.
-        decode: A token id to text.
-        reference: One request's tokens ``[n]`` to its logits ``[n, V]``, computed without our packing.
-        oracle: What ``reference`` is, in words.
-        versions: Of the packages that matter.
-    """
-
-    model: nn.Module
-    encode: Callable[[str], list[int]]
-    decode: Callable[[int], str]
-    reference: Callable[[torch.Tensor], torch.Tensor]
-    oracle: str
-    versions: dict[str, str]
-
-
-def load(name: str, device: torch.device, dtype: torch.dtype) -> Subject:
-    """Load ``"tiny"``, ``"smollm2"``, or what transformers finds by ``name``. Raises as ``load_packed``."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if name == "tiny":
-        model = TinyDecoder().to(device, dtype)
-
-        def alone(tokens: torch.Tensor) -> torch.Tensor:
-            batch = PackedBatch(tokens, [len(tokens)])
-            with forward_context(batch):
-                return model.logits(model(batch.tokens, batch.positions))
-
-        oracle = "the same model run eagerly, each request alone (nobody else implements it)"
-        return Subject(model, lambda text: list(text.encode()), lambda i: repr(bytes([i]))[1:], alone, oracle, versions)
-
-    from pcg_ref.models.hf_attention import attention_of
-    from pcg_ref.models.loading import chat_tokens, load_packed
-
-    packed, tokenizer = load_packed(name, dtype, device)
-    causal_lm = packed.causal_lm
-
-    def transformers_alone(tokens: torch.Tensor) -> torch.Tensor:
-        with attention_of(causal_lm, "eager"):
-            return causal_lm(input_ids=tokens[None], use_cache=False).logits[0]
-
-    import transformers
-
-    oracle = "transformers' own model and eager attention, each request alone, nothing packed"
-    versions["transformers"] = transformers.__version__
-    encode, decode = (lambda text: chat_tokens(tokenizer, text)), (lambda i: json.dumps(tokenizer.decode([i]), ensure_ascii=False))
-    return Subject(packed, encode, decode, transformers_alone, oracle, versions)
 
 
 def main(prompts: Sequence[str], model: str, strategy: str, compiler: str, buckets: list[int] | None, as_json: bool) -> int:
@@ -115,9 +60,9 @@ def main(prompts: Sequence[str], model: str, strategy: str, compiler: str, bucke
     """
     document: dict = {}
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        for section, show in _sections(document, prompts, model, strategy, compiler, buckets):
+        for lines_of, *found in _sections(document, prompts, model, strategy, compiler, buckets):
             if not as_json:
-                print("\n".join(show(section)), flush=True)
+                print("\n".join(lines_of(*found)), flush=True)
     if as_json:
         print(json.dumps(document, indent=1, ensure_ascii=False))
     return 0 if all(batch["equal"] for batch in document["batches"]) else 1
@@ -125,7 +70,7 @@ def main(prompts: Sequence[str], model: str, strategy: str, compiler: str, bucke
 
 @torch.no_grad()
 def _sections(document: dict, prompts: Sequence[str], name: str, strategy: str, compiler: str, buckets: list[int] | None):
-    """Do one part of the work after the other, add it to the document, and yield it with the function that shows it."""
+    """Do one part of the work after the other, add it to the document, and yield the function that shows it with its arguments."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     seconds: dict[str, float] = {}
@@ -135,35 +80,36 @@ def _sections(document: dict, prompts: Sequence[str], name: str, strategy: str, 
         subject = load(name, device, dtype)
         encoded = [subject.encode(prompt) for prompt in prompts]
     document["run"] = _about(name, subject, device, dtype)
-    yield document["run"], _show_run
+    yield demo_text.run, document["run"]
 
     members = compose(len(prompts))
     totals = [sum(len(encoded[i]) for i in batch) for batch in members]
     runner = PrefillRunner(subject.model, strategy, buckets or powers_of_two(totals), compiler)
+    print(f"capturing with strategy {strategy} ...", file=sys.stderr)
     start = time.perf_counter()
-    with _timed(seconds, "capture"):
-        report = runner.capture(progress=True)
+    report = runner.capture(progress=True)
     piecewise = getattr(runner._impl, "piecewise", None)
     if piecewise is not None:
         # The first thing that happens after tracing and splitting is a run of the first piece.
         seconds["trace and split"] = piecewise.events[0].start - start
-        seconds["capture"] -= seconds["trace and split"]
+    seconds["capture"] = time.perf_counter() - start - seconds.get("trace and split", 0)
     document["trace"] = _trace(piecewise, seconds) if piecewise is not None else None
-    yield (document["trace"], strategy), _show_trace
+    yield demo_text.trace, document["trace"], strategy
     document["split"] = _split(piecewise) if piecewise is not None and strategy != "full" else None
-    yield document["split"], _show_split
+    yield demo_text.split, document["split"]
     document["capture"] = dict(report) | {"asked_for": buckets is not None}
-    yield document["capture"], _show_capture
+    yield demo_text.capture, document["capture"]
 
     document["oracle"], document["batches"] = subject.oracle, []
-    yield subject.oracle, _show_oracle
+    yield demo_text.oracle, subject.oracle
     for batch in members:
         with _timed(seconds, "compare"):
-            document["batches"].append(_compare(subject, runner, [encoded[i] for i in batch], [prompts[i] for i in batch]))
-        yield (len(document["batches"]), document["batches"][-1]), _show_batch
+            compared = _compare(subject, runner, [encoded[i] for i in batch], [prompts[i] for i in batch])
+        document["batches"].append({"members": batch} | compared)
+        yield demo_text.batch, len(document["batches"]), document["batches"][-1]
     with _timed(seconds, "timing"):
         document["timing"] = _measure(subject, runner, document["batches"])
-    yield document, _show_timing
+    yield demo_text.timing, document
 
 
 @contextmanager
@@ -192,7 +138,7 @@ def powers_of_two(totals: Sequence[int]) -> list[int]:
 
 
 def _about(name: str, subject: Subject, device: torch.device, dtype: torch.dtype) -> dict:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {os.cpu_count()} cores"
     module = getattr(subject.model, "causal_lm", subject.model)
     return {
         "model": name,
@@ -236,15 +182,14 @@ def _split(piecewise) -> dict:
 
 def _modules(graph: torch.fx.GraphModule) -> list[str]:
     """The model's own modules that the nodes of a piece come from, in order."""
-    found: list[str] = []
+    found: dict[str, None] = {}
     for node in graph.graph.nodes:
-        stack = node.meta.get("nn_module_stack") if node.op == "call_function" or node.op == "call_method" else None
-        for path, kind in list(stack.values())[-1:] if stack else ():
-            name = path.replace("L['self']", "").strip(".")
-            # What a module computes between its children would repeat its name again and again.
-            if name and name not in found and not any(other.startswith(name + ".") for other in found):
-                found.append(name)
-    return found
+        stack = node.meta.get("nn_module_stack") if node.op in ("call_function", "call_method") else None
+        if stack:
+            path, _ = list(stack.values())[-1]
+            found[path.removeprefix("L['self']").removeprefix(".causal_lm").removeprefix(".model").strip(".")] = None
+    # What a module computes between its children is left out: its name is in theirs.
+    return [name for name in found if name and not any(other.startswith(name + ".") for other in found)]
 
 
 def _compare(subject: Subject, runner: PrefillRunner, requests: list[list[int]], prompts: list[str]) -> dict:
@@ -260,36 +205,44 @@ def _compare(subject: Subject, runner: PrefillRunner, requests: list[list[int]],
     if bucket is not None:
         row = after["buckets"][bucket]
         found |= {"padding": bucket - sum(lengths), "graphs": row["graphs"], "eager_segments": row["eager_segments"]}
-    difference, relative, same, following = 0.0, 0.0, 0, []
+    differences, relatives, same, following = [], [], 0, []
     # Request by request, so that no more than one request's logits exist at a time.
     for prompt, part, rows in zip(prompts, tokens.split(lengths), hidden.split(lengths)):
         ours, theirs = subject.model.logits(rows).float(), subject.reference(part).float()
-        difference = max(difference, (ours - theirs).abs().max().item())
-        relative = max(relative, ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item())
+        differences.append((ours - theirs).abs().max())
+        relatives.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
         same += (ours.argmax(-1) == theirs.argmax(-1)).sum().item()
         texts = [subject.decode(int(logits[-1].argmax())) for logits in (ours, theirs)]
         following.append({"prompt": prompt, "tokens": len(part), "next": texts[0], "next_of_oracle": texts[1]})
-    equal = relative <= TOLERANCES[hidden.dtype]  # false for NaN
+    difference, relative = (torch.stack(values).max().item() for values in (differences, relatives))  # NaN stays NaN
+    equal = relative <= TOLERANCES[hidden.dtype]
     return found | {"max_difference": difference, "relative": relative, "same_argmax": same, "equal": equal, "requests": following}
 
 
 def _measure(subject: Subject, runner: PrefillRunner, batches: list[dict]) -> list[dict]:
-    """Milliseconds a batch, eager against replay in turn, on new random tokens each time."""
+    """Milliseconds a batch, eager against replay; the same requests in another order are not measured again."""
     rows: dict[tuple, dict] = {}
     for number, batch in enumerate(batches, 1):
         lengths = batch["lengths"]
-        if (key := tuple(sorted(lengths))) in rows:
-            continue  # the same requests in another order
-        times: dict[str, list[float]] = {"eager_ms": [], "replay_ms": []}
-        calls = {"eager_ms": lambda batch: _eagerly(subject.model, batch)} | ({"replay_ms": runner.run} if batch["bucket"] else {})
-        for round_number in range(ROUNDS[runner.device.type] + 1):
-            for what, call in calls.items():
-                duration_ms = _duration_ms(call, lengths, subject.model.vocab_size, runner.device)
-                if round_number:  # the first warms up
-                    times[what].append(duration_ms)
-        medians = {what: statistics.median(values) if values else None for what, values in times.items()}
-        rows[key] = {"batch": number, "tokens": sum(lengths), "requests": len(lengths), "bucket": batch["bucket"]} | medians
+        key = tuple(sorted(lengths))
+        if key not in rows:
+            about = {"batch": number, "tokens": sum(lengths), "requests": len(lengths), "bucket": batch["bucket"]}
+            rows[key] = about | _medians(subject, runner, lengths, replayed=batch["bucket"] is not None)
     return list(rows.values())
+
+
+def _medians(subject: Subject, runner: PrefillRunner, lengths: list[int], replayed: bool) -> dict:
+    """Both ways in turn, so that a machine that slows down slows both, and on new random tokens each time."""
+    calls = {"eager_ms": lambda batch: _eagerly(subject.model, batch)} | ({"replay_ms": runner.run} if replayed else {})
+    for call in calls.values():
+        _duration_ms(call, lengths, subject.model.vocab_size, runner.device)  # warms up
+    times: dict[str, list[float]] = {what: [] for what in calls}
+    deadline = time.perf_counter() + TIMING_LIMIT_S
+    while len(times["eager_ms"]) < ROUNDS[runner.device.type] and not (times["eager_ms"] and time.perf_counter() > deadline):
+        for what, call in calls.items():
+            times[what].append(_duration_ms(call, lengths, subject.model.vocab_size, runner.device))
+    medians = {what: statistics.median(values) for what, values in times.items()}
+    return {"rounds": len(times["eager_ms"]), "eager_ms": None, "replay_ms": None} | medians
 
 
 def _eagerly(model: nn.Module, batch: PackedBatch) -> None:
@@ -310,89 +263,3 @@ def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
-
-# What is printed. Each function takes what was measured, and returns lines.
-
-
-def _show_run(run: dict) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    lines = [
-        f"{run['model']} ({run['class']}, {run['parameters'] / 1e6:.3g} million parameters), {run['dtype']}, on {run['device']}: "
-        f"{run['hardware']}; {versions}"
-    ]
-    if run["simulation"]:
-        lines.append("Without a CUDA device graphs are simulated by tapes: the same semantics, and no measure of speed.")
-    return lines
-
-
-def _show_trace(found: tuple[dict | None, str]) -> list[str]:
-    trace, strategy = found
-    lines = ["", "1. Trace"]
-    if trace is None:
-        where = {"full": "nobody looks for boundaries", "eager": "nothing is captured"}.get(strategy, "the capture finds the boundaries")
-        return [*lines, f"   None, and no FX graph: with strategy {strategy!r} {where}."]
-    return lines + [
-        f"   One FX graph of {trace['nodes']} nodes over {trace['parameters']} parameters and {trace['buffers']} buffers, its token "
-        f"dimension T dynamic;",
-        f"   the compiler was called {trace['compile_count']} time(s); {trace['seconds_with_split']:.1f} s with the split.",
-    ]
-
-
-def _show_split(split: dict | None) -> list[str]:
-    lines = ["", "2. Split"]
-    if split is None:
-        return [*lines, "   None: there is no FX graph that is cut. Segments, if any, come from the capture."]
-    graphs = split["pieces"] - split["eager_pieces"]
-    lines.append(f"   {split['pieces']} pieces: {graphs} for graphs, {split['eager_pieces']} that stay eager, at {', '.join(split['split_ops'])}.")
-    lines.append("   The first layer's (python -m pcg_ref split shows the code):")
-    for piece in split["first_pieces"]:
-        wrapped = [piece["facts"][0], *(f"  {fact}" for fact in piece["facts"][1:]), f"  from {', '.join(piece['modules'])}"]
-        for line in wrapped:
-            lines += textwrap.wrap(line, WIDTH, initial_indent="   ", subsequent_indent=" " * 11, break_long_words=False)
-    return lines
-
-
-def _show_capture(capture: dict) -> list[str]:
-    lines = ["", "3. Capture"]
-    if not capture["buckets"]:
-        return [*lines, "   Nothing: every batch runs eagerly."]
-    choice = "asked for" if capture["asked_for"] else "the powers of two that these batches need"
-    lines.append(f"   Buckets ({choice}), the largest first into one pool of {capture['pool_bytes'] / 2**20:.1f} MiB:")
-    for bucket, row in reversed(capture["buckets"].items()):
-        lines.append(f"   {bucket:>6} tokens: {row['graphs']} graphs and {row['eager_segments']} eager segments, {row['capture_ms'] / 1e3:.2f} s")
-    return lines
-
-
-def _show_oracle(oracle: str) -> list[str]:
-    return ["", "4. Batches, every real token's logits compared with " + oracle]
-
-
-def _show_batch(numbered: tuple[int, dict]) -> list[str]:
-    number, batch = numbered
-    how = f"runs eagerly, {batch['ran_eagerly']}"
-    if batch["bucket"] is not None:
-        segments = batch["graphs"] + batch["eager_segments"]
-        how = f"bucket {batch['bucket']}, {batch['padding']} rows of padding, {segments} segments replayed"
-    lines = [
-        f"   Batch {number}: {batch['tokens']} tokens; {how}; largest difference {batch['max_difference']:.1e}, "
-        f"same argmax {batch['same_argmax']}/{batch['tokens']}" + ("" if batch["equal"] else "; NOT EQUAL")
-    ]
-    for request in batch["requests"]:
-        prompt = textwrap.shorten(request["prompt"], 76, placeholder=" ...")
-        other = "" if request["next"] == request["next_of_oracle"] else f" (reference: {request['next_of_oracle']})"
-        lines.append(f"     {request['tokens']:>5} tokens  {prompt:<76} -> {request['next']}{other}")
-    return lines
-
-
-def _show_timing(document: dict) -> list[str]:
-    run, seconds = document["run"], document["seconds"]
-    versions = f"torch {run['versions']['torch']}"
-    lines = ["", f"5. Milliseconds a batch, median of {ROUNDS[run['device']]}, {run['dtype']} on {run['device']}, {versions}"]
-    if run["simulation"]:
-        lines.append("   This is the tape simulation on the CPU, and no measure of speed.")
-    lines.append(f"   {'batch':>5} {'requests':>9} {'tokens':>7} {'bucket':>7} {'eager':>9} {'replay':>9}")
-    for row in document["timing"]:
-        replay = "-" if row["replay_ms"] is None else f"{row['replay_ms']:.2f}"
-        lines.append(f"   {row['batch']:>5} {row['requests']:>9} {row['tokens']:>7} {row['bucket'] or '-':>7} {row['eager_ms']:>9.2f} {replay:>9}")
-    spent = ", ".join(f"{what} {value:.1f} s" for what, value in seconds.items())
-    return [*lines, "", f"Where the time went: {spent}."]

@@ -24,8 +24,8 @@ from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
 from pcg_ref.tracing import RecompileError
 
-# subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else; a runner made there would be
-# unusable outside, and the other way round. So nothing here runs in it, whatever the caller does.
+# subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else, so that a runner made there would
+# be unusable outside. Nothing is made in it, whatever the caller does.
 _outside_inference_mode = torch.inference_mode(False)
 
 STRATEGIES = ("tc_piecewise", "breakable", "full", "eager")
@@ -95,6 +95,7 @@ class PrefillRunner:
         self._positions = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
         self.pool = GraphPool(self.device)
         self.sequences: dict[int, SegmentSequence] = {}
+        self._ascending: list[int] = []  # the captured sizes
         self._impl = None
         self._watch = ParameterWatch(model)
         self._replays: Counter[int] = Counter()
@@ -133,6 +134,7 @@ class PrefillRunner:
                 sequence = self._impl.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
                 _require_hidden(sequence.output, bucket)
                 self.sequences[bucket] = sequence
+                self._ascending = sorted(self.sequences)
                 self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
                 self._pool_bytes[bucket] = self.pool.bytes - before
         return self.report()
@@ -144,8 +146,6 @@ class PrefillRunner:
             return BreakableStrategy(self.model, self.pool, self.on_fresh_output)
         return TcPiecewiseStrategy(self.model, self.pool, self.buckets, self.compiler, self.on_fresh_output)
 
-    @_outside_inference_mode
-    @torch.no_grad()
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
 
@@ -155,40 +155,47 @@ class PrefillRunner:
         Raises:
             ValueError: The batch is on another device, has ids outside the vocabulary, a prefix (there is no KV cache), a request
                 longer than the model allows, or no bucket fits it and ``on_oversize="error"``. Nothing was written.
-            RuntimeError: A parameter or buffer has moved since capture; the message names it. Nothing was written.
+            RuntimeError: A parameter or buffer has moved since capture; the message names it. What the stale weights gave is dropped.
             RecompileError: Stitched replay met a failed guard and ``on_recompile="error"``.
         """
         self._validate(batch)
-        bucket, reason = bucket_for(batch.num_tokens, sorted(self.sequences), self.max_padding_factor)
-        if self.strategy == "eager":
-            bucket, reason = None, "strategy 'eager'"
-        elif bucket is None and self.on_oversize == "error":
-            raise ValueError(f"no bucket for {batch.num_tokens} tokens: {reason}; captured are {sorted(self.sequences)}")
-        elif bucket is not None:
-            reason = self._impl.refuses(batch)
-        if reason is not None:
+        bucket, reason = self._choose_bucket(batch)
+        if bucket is None:
             return self._run_eagerly(batch, reason)
-        self._watch.check()
-        self._fill(batch, bucket)
-        with self._impl.context(batch, bucket):
-            if self.replay == "flat" or self.strategy != "tc_piecewise":
-                hidden = self.sequences[bucket].replay()
-            else:
-                try:
-                    hidden = self._impl.piecewise(self._tokens[:bucket], self._positions[:bucket])
-                except RecompileError as error:
-                    if self.on_recompile == "error":
-                        raise
-                    hidden, reason = None, f"recompile: {error}"
-        if hidden is None:
-            return self._run_eagerly(batch, reason)
-        self._replays[bucket] += 1
+        try:
+            hidden = self._replay(batch, bucket)
+        except RecompileError as error:
+            if self.on_recompile == "error":
+                raise
+            return self._run_eagerly(batch, f"recompile: {error.guard}")
         rows = hidden[: batch.num_tokens]
         # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
-        return rows.clone() if self.copy_output else rows
+        rows = rows.clone() if self.copy_output else rows
+        # Only now, when the device has its work: looking at every parameter takes the host as long as a layer or two. The watch keeps
+        # the captured memory alive, so that stale weights are old numbers and never an illegal access.
+        self._watch.check()
+        self._replays[bucket] += 1
+        return rows
+
+    def _choose_bucket(self, batch: PackedBatch) -> tuple[int | None, str | None]:
+        if self.strategy == "eager":
+            return None, "strategy 'eager'"
+        bucket, reason = bucket_for(batch.num_tokens, self._ascending, self.max_padding_factor)
+        if bucket is None and self.on_oversize == "error":
+            raise ValueError(f"no bucket for {batch.num_tokens} tokens: {reason}; captured are {self._ascending}")
+        if bucket is not None and (refusal := self._impl.refuses(batch)):
+            return None, refusal
+        return bucket, reason
+
+    def _replay(self, batch: PackedBatch, bucket: int) -> torch.Tensor:
+        self._fill(batch, bucket)
+        with self._impl.context(batch, bucket):
+            if self.replay == "stitched" and self.strategy == "tc_piecewise":
+                return self._impl.piecewise(self._tokens[:bucket], self._positions[:bucket])
+            return self.sequences[bucket].replay()
 
     def _run_eagerly(self, batch: PackedBatch, reason: str) -> torch.Tensor:
-        with forward_context(batch):
+        with forward_context(batch), torch.no_grad():
             hidden = self.model(batch.tokens, batch.positions)
         self._eager[reason] += 1
         return hidden

@@ -28,7 +28,8 @@ class ParameterWatch:
     """Notices a parameter or buffer that is no longer where the graphs read it.
 
     ``module.half()``, ``load_state_dict(assign=True)``, a new ``nn.Parameter`` or a new submodule give weights a new address; graphs
-    would go on with the old numbers. Costs about 0.1 µs of host time a tensor and check.
+    would go on with the old numbers. A check costs host time for every tensor, 0.1 µs if the processor's cache holds them all and up
+    to 1 µs if not.
     """
 
     def __init__(self, model: Callable) -> None:
@@ -42,7 +43,9 @@ class ParameterWatch:
         # Tensors first, so that check() can tell the two apart by their place.
         self._slots = sorted(slots, key=lambda slot: not isinstance(slot[1][slot[2]], torch.Tensor))
         self._owners, self._keys = [s[1] for s in self._slots], [s[2] for s in self._slots]
-        self._num_tensors = sum(isinstance(owner[key], torch.Tensor) for owner, key in zip(self._owners, self._keys))
+        tensors = [owner[key] for owner, key in zip(self._owners, self._keys) if isinstance(owner[key], torch.Tensor)]
+        self._num_tensors = len(tensors)
+        self._keeps = [tensor.detach() for tensor in tensors]  # the memory, also when the parameter itself is given other
         self._identities = self._current()
 
     def _current(self) -> list[int]:

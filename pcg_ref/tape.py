@@ -47,7 +47,7 @@ class Arena:
     def __init__(self) -> None:
         self._segments: list[tuple[int, memoryview]] = []  # (address, memory)
         self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
-        # subtle: blocks die at any moment, by the garbage collector also in the middle of the search below; they wait here for the next.
+        # subtle: the garbage collector may free blocks in the middle of the search below; they wait here for the next search.
         self._returned: list[tuple[int, int]] = []
 
     @property
@@ -260,8 +260,8 @@ class _Recorder(TorchDispatchMode):
         for tensor, fake_tensor in zip(written, written_arguments(func, fake_args, fake_kwargs)):
             if tensor.shape != fake_tensor.shape:
                 raise CaptureError(
-                    f"{func._schema.name} would resize its output from {list(tensor.shape)} to {list(fake_tensor.shape)} while the region "
-                    f"is captured; give out= the right shape"
+                    f"{func._schema.name} would resize its output from {list(tensor.shape)} to {list(fake_tensor.shape)} while the "
+                    f"region is captured; give out= the right shape"
                 )
         returns = func._schema.returns
         if returns and all(r.alias_info is not None and r.alias_info.is_write for r in returns):

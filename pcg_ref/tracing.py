@@ -24,7 +24,19 @@ class TraceError(RuntimeError):
 
 
 class RecompileError(RuntimeError):
-    """A guard failed on a frozen trace; the message names the guard. Nothing was traced or run."""
+    """A guard failed on a frozen trace. Nothing was traced or run.
+
+    Attributes:
+        guard: The guard that failed, as Dynamo writes it.
+    """
+
+    def __init__(self, guard: str) -> None:
+        super().__init__(
+            f"these inputs or the model's state need a second trace, and the graphs belong to the first.\n"
+            f"Guard that failed: {guard}\n"
+            f"Restore the state, make it a tensor input, or build and capture anew."
+        )
+        self.guard = guard
 
 
 class _Traced(Exception):
@@ -54,7 +66,7 @@ class Trace:
         self.compile_count = 0
         self._frozen = False
         self._body: Callable | None = None
-        self._function = _with_own_code(model)
+        self._function = with_own_code(model)
         self._compiled = torch.compile(self._function, fullgraph=True, backend=self._backend)
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list) -> Callable:
@@ -101,7 +113,7 @@ class Trace:
         """
         earlier, self._body = self._body, body
         try:
-            with torch.no_grad():  # as traced: the grad mode is one of the guards
+            with torch.inference_mode(False), torch.no_grad():  # as traced: both modes are among the guards
                 if not self._frozen:
                     return self._compiled(*args)
                 with torch.compiler.set_stance("fail_on_recompile"):
@@ -109,11 +121,7 @@ class Trace:
         except RuntimeError as error:
             if not (self._frozen and "Detected recompile" in str(error)):
                 raise
-            raise RecompileError(
-                f"these inputs or the model's state need a second trace, and the graphs belong to the first.\n"
-                f"Guard that failed: {self._failed_guard(args)}\n"
-                f"Restore the state, make it a tensor input, or build and capture anew."
-            ) from None
+            raise RecompileError(self._failed_guard(args)) from None
         finally:
             self._body = earlier
 
@@ -204,7 +212,7 @@ def _dynamic_tensors(model: Callable, args: Sequence, dynamic_dims: Mapping | No
     return marked
 
 
-def _with_own_code(model: Callable) -> Callable:
+def with_own_code(model: Callable) -> Callable:
     """The function to trace, as a copy with a code object of its own.
 
     # subtle: Dynamo caches compiled programs on the code object, which all instances of a class share. With a copy, a second trace of
@@ -213,9 +221,9 @@ def _with_own_code(model: Callable) -> Callable:
     if isinstance(model, nn.Module) and not (model._forward_hooks or model._forward_pre_hooks):
         model = model.forward
     if inspect.ismethod(model):
-        return types.MethodType(_with_own_code(model.__func__), model.__self__)
+        return types.MethodType(with_own_code(model.__func__), model.__self__)
     if not inspect.isfunction(model):
-        return _with_own_code(lambda *args: model(*args))
+        return with_own_code(lambda *args: model(*args))
     copy = types.FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
     copy.__kwdefaults__ = model.__kwdefaults__
     return copy

@@ -133,7 +133,14 @@ class RandomGraph:
         if self.tensor() is not None:  # a whole torch.Size may cross a cut only where shapes are known
             of = self.any()
             size = self.node("call_method", "size", of, value=of.meta["example_value"].shape, has_id=False)
-            rows = self.node("call_function", operator.getitem, size, 0, value=of.meta["example_value"].shape[0], has_id=False)
+            rows = self.node(
+                "call_function",
+                operator.getitem,
+                size,
+                self.rng.choice([0, -2]),
+                value=of.meta["example_value"].shape[0],
+                has_id=False,
+            )
             self.sizes += [size, rows]
 
     def use_size(self):

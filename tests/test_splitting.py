@@ -214,6 +214,14 @@ def test_no_tuple_crosses(program):
         assert all(user.target is operator.getitem for n in calls for user in n.users)
 
 
+def test_the_index_of_a_tensor_stays_where_it_is():
+    _, items = split_traced(lambda x: mix(x)[0] + 1, rows(6))
+    assert [[n.target for n in item.graph.graph.nodes if n.op.startswith("call_")] for item in items] == [
+        [mix],
+        [operator.getitem, operator.add],
+    ]
+
+
 def whole_size(x):
     size = x.shape
     y = mix(x)

@@ -88,7 +88,7 @@ def split_text(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: int
                 lines.append(f"  {word} " + ", ".join(tensors))
         local = names | _result_names(split_gm, items, item)
         code = [(_rename(line, local), _comment(node, symbols)) for line, node in _code(item.graph)]
-        width = min(72, max(len(line) for line, _ in code))
+        width = min(72, max((len(line) for line, _ in code), default=0))
         lines += [f"    {line:<{width}}{comment}".rstrip() for line, comment in code] + [""]
     if rest := items[len(shown) :]:
         lines.append(f"... {_count(rest, 'more ')}")
@@ -179,9 +179,10 @@ def _entering(rows: Sequence[Boundary], item: SplitItem) -> list[Boundary]:
 
 
 def _alt(items: Sequence[SplitItem]) -> str:
-    pieces = [f"{item.graph_id} {_WORDS[_kind(item)]}" for item in items]
-    if len(pieces) > 9:
-        pieces = [*pieces[:5], "and so on to", pieces[-1]]
+    named = items if len(items) <= 9 else [*items[:5], items[-1]]
+    pieces = [f"{item.graph_id} {_WORDS[_kind(item)]}" for item in named]
+    if named is not items:
+        pieces.insert(-1, "and so on to")
     return f"The FX graph cut into {_count(items)}, in order: {', '.join(pieces)}. Edges name the tensors that cross."
 
 

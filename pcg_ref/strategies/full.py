@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
-from pcg_ref.context import PackedBatch, forward_context, to_device
+from pcg_ref.context import PackedBatch, forward_context
 from pcg_ref.graphs import capture, gc_held_off
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.piecewise import PiecewiseModel
@@ -67,9 +68,8 @@ class FullStrategy:
     @contextmanager
     def context(self, batch: PackedBatch, bucket: int):
         """Fill the static boundaries: the requests, the padding as one more, then zero-length sentinels at the end of the bucket."""
-        bounds = torch.full((self.max_requests + 2,), bucket, dtype=torch.int32)
-        bounds[0] = 0
-        bounds[1 : batch.num_requests + 1] = torch.tensor(batch.lengths).cumsum(0)
-        self.cu_seqlens.copy_(to_device(bounds, self.cu_seqlens.device))
+        ends = [*accumulate(batch.lengths, initial=0)]
+        ends += [bucket] * (len(self.cu_seqlens) - len(ends))
+        self.cu_seqlens.copy_(torch.tensor(ends, dtype=torch.int32), non_blocking=True)
         with forward_context(batch, bucket, static_cu_seqlens=self.cu_seqlens) as context:
             yield context
