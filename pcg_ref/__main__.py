@@ -1,4 +1,4 @@
-"""The command line: ``python -m pcg_ref {check,demo,split}``.
+"""The command line: ``python -m pcg_ref {check,demo,split,bench}``.
 
 Exit code 0 is success, 1 a result that is wrong, 2 a mistake of the caller, told in one line. What a command needs is imported when
 it runs, so that ``--help`` stays quick.
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     from pcg_ref.runner import STRATEGIES
 
     parser = _Parser(prog="python -m pcg_ref", description="Piecewise CUDA Graph, readable: trace, split, capture, replay.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{check,demo,split}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{check,demo,split,bench}")
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", default="smollm2", metavar="{tiny,smollm2,ID,PATH}",
                        help="tiny: random weights, needs torch alone; smollm2: a real chat model (default); or what transformers "
@@ -74,6 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("--dot", metavar="FILE", help="write the drawing of the pieces as DOT text")
     split.add_argument("--svg", metavar="FILE", help="write the drawing of the pieces as SVG")
     split.set_defaults(run=_split)
+
+    bench = commands.add_parser("bench", help="every strategy, and what else one would use, timed in one interleaved run")
+    bench.add_argument("--model", default="tiny", metavar="{tiny,qwen3-0.6b-shape,smollm2,ID,PATH}",
+                       help="qwen3-0.6b-shape: that configuration with random weights; the others as for demo (%(default)s)")  # fmt: skip
+    bench.add_argument("--tokens", type=_buckets, default=[16, 64, 256], metavar="N,N,...", help="sizes of the batches (16,64,256)")
+    bench.add_argument("--rounds", type=_positive, default=30, help="timed rounds a size (%(default)s)")
+    bench.add_argument("--requests", type=_positive, default=4, help="requests in a batch, of uneven lengths (%(default)s)")
+    bench.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...", help="these systems, and eager")
+    bench.add_argument("--seed", type=int, default=0, help="of batches and orders (%(default)s)")
+    bench.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else there")
+    bench.add_argument("--record", metavar="FOLDER", help="write the JSON and a plot there, for example figures/h200")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -85,6 +97,12 @@ def _buckets(text: str) -> list[int]:
     if min(sizes) < 2:
         raise argparse.ArgumentTypeError(f"{min(sizes)} cannot be captured; sizes start at 2")
     return sizes
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 def _check() -> int:
@@ -124,6 +142,13 @@ def _require_compiler(options: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available() and find_cpp_compiler() is None:
         raise UserError("--compiler inductor needs a C++ compiler and Python's headers; see python -m pcg_ref check")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pcg_ref.bench.main import main as bench
+
+    return bench(options.model, options.tokens, options.rounds, options.requests, options.only, options.json, options.record,
+                 options.seed)  # fmt: skip
 
 
 def _split(options: argparse.Namespace) -> int:

@@ -75,7 +75,12 @@ def _masked(query, key, value, output, scale: float, context: ForwardContext) ->
     # Everything by device tensors, so that a graph may hold it: whose token is this, from the boundaries.
     row = torch.arange(query.shape[0], device=query.device)
     request = torch.searchsorted(context.cu_seqlens, row, right=True)  # [T]
-    mask = (request[:, None] == request[None, :]) & (row[:, None] >= row[None, :])  # [T, T]
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    output.copy_(result.squeeze(0).transpose(0, 1))
+    sees = (request[:, None] == request[None, :]) & (row[:, None] >= row[None, :])  # [T, T]
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)))  # [H, T, C]
+    weights = (q @ k.transpose(1, 2) * scale).masked_fill(~sees, float("-inf")).softmax(-1)  # [H, T, T]
+    # subtle: a weight of 0 does not silence a value of NaN or infinity, and another request's (or the padding's) must not get here.
+    # So such values count as 0 for everybody, and whoever does see one gets NaN.
+    broken = ~v.isfinite()
+    result = (weights @ v.masked_fill(broken, 0)).masked_fill((sees.to(v.dtype) @ broken.to(v.dtype)) > 0, float("nan"))
+    output.copy_(result.transpose(0, 1))

@@ -18,8 +18,8 @@ from torch import fx, nn
 from pcg_ref.compilers import EagerCompiler
 from pcg_ref.effects import Effects, effects
 from pcg_ref.graphs import CapturedGraph, capture
-from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.ops import python_body
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment
 from pcg_ref.splitting import SplitItem
 
@@ -74,6 +74,7 @@ class Shared:
     capture_sizes: frozenset[int]
     compiler: object
     pool: GraphPool
+    debug: bool = False
     events: list[Event] = field(default_factory=list)
     segments: dict[int, list] = field(default_factory=dict)  # size -> segments, in the order in which their capture ended
     size: int = 0  # of the call in progress
@@ -110,6 +111,8 @@ class PiecewiseBackend(nn.Module):
         if not entry.compiled:
             entry.runnable, entry.compiled = self._general, True
         if entry.state == "captured":
+            if shared.debug:
+                self._compare_addresses(entry, args)
             if entry.cudagraph is not None:
                 entry.cudagraph.replay()
             entry.replays += 1
@@ -136,6 +139,16 @@ class PiecewiseBackend(nn.Module):
         entry.output = weak_ref(output, self.shared.pool)
         entry.input_addresses = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
         return output
+
+    def _compare_addresses(self, entry: ConcreteSizeEntry, args: tuple) -> None:
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        tensors = [(node, a.data_ptr()) for node, a in zip(placeholders, args) if isinstance(a, torch.Tensor)]
+        for (node, address), captured in zip(tensors, entry.input_addresses):
+            if address != captured:
+                raise RuntimeError(
+                    f"input {node.name} of {self.name} is at {address:#x}, and was at {captured:#x} when size {entry.runtime_shape} was "
+                    f"captured; its graph reads the old address"
+                )
 
 
 class EagerPiece(nn.Module):

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from pcg_ref.compilers import COMPILERS
 from pcg_ref.effects import effects
 from pcg_ref.graphs import gc_held_off
-from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.pieces import ConcreteSizeEntry, EagerPiece, Event, PiecewiseBackend, Shared, operators
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.splitting import SplitItem, split_graph
 from pcg_ref.tracing import Trace
@@ -33,6 +33,8 @@ class PiecewiseModel:
         capture_sizes: Sizes of the dynamic dimension, each at least 2, at which pieces are captured.
         on_fresh_output: ``"bridge"`` copies a split operator's fresh result to a buffer that stays; ``"error"`` refuses it here.
         pool: Memory for the graphs; one of its own by default.
+        allow_none: Accept a model without a split operator, as one piece.
+        debug: Before a stitched replay compare the address of every tensor input of every piece with that at capture.
 
     Attributes:
         split_module: The FX graph whose submodules are the pieces.
@@ -54,6 +56,7 @@ class PiecewiseModel:
         on_fresh_output: str = "bridge",
         pool: GraphPool | None = None,
         allow_none: bool = False,
+        debug: bool = False,
     ) -> None:
         if compiler not in COMPILERS:
             raise ValueError(f"compiler={compiler!r}; choose one of {sorted(COMPILERS)}")
@@ -68,7 +71,7 @@ class PiecewiseModel:
         elif on_fresh_output != "bridge":
             raise ValueError(f"on_fresh_output={on_fresh_output!r}; choose 'bridge' or 'error'")
         device = next(value.device for value in trace.example_inputs if isinstance(value, torch.Tensor))
-        self._shared = Shared(sizes, COMPILERS[compiler](), pool or GraphPool(device))
+        self._shared = Shared(sizes, COMPILERS[compiler](), pool or GraphPool(device), debug)
         self.entries: dict[int, dict[int, ConcreteSizeEntry]] = {}
         self.sequences: dict[int, SegmentSequence] = {}
         self._inputs: dict[int, list] = {}  # size -> flat inputs at capture, kept alive because the graphs read them

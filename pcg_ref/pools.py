@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pcg_ref.tape import Arena, alias_of_host_memory
+from pcg_ref.arena import Arena, alias_of_host_memory
 
 
 class GraphPool:
@@ -101,7 +101,9 @@ def weak_ref(value: object, pool: GraphPool | None = None) -> object:
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         if pool is not None and not pool.owns(tensor):
             return tensor
-        return _alias_of_device_memory(tensor) if tensor.is_cuda else alias_of_host_memory(tensor)
+        alias = _alias_of_device_memory(tensor) if tensor.is_cuda else alias_of_host_memory(tensor)
+        alias = alias.conj() if tensor.is_conj() else alias
+        return torch._neg_view(alias) if tensor.is_neg() else alias  # private: the bits of lazy views are not in the memory
 
     return tree_map_only(torch.Tensor, weak, value)
 

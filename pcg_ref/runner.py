@@ -48,6 +48,8 @@ class PrefillRunner:
         on_recompile: For stitched replay: ``"error"`` raises ``RecompileError``, ``"eager"`` runs that batch eagerly and reports it.
         on_oversize: For a batch that no bucket fits: ``"eager"``, or ``"error"`` for a ``ValueError``.
         max_requests: For ``full``: request slots in the graph; a batch with more runs eagerly.
+        debug: Compare addresses before every replay: all parameters and buffers, and for ``tc_piecewise``, which is then replayed
+            stitched, guards included, every tensor input of every piece. Slow.
 
     Raises:
         ValueError: An unknown choice, or buckets that cannot be captured.
@@ -72,6 +74,7 @@ class PrefillRunner:
         on_recompile: str = "error",
         on_oversize: str = "eager",
         max_requests: int = 16,
+        debug: bool = False,
     ) -> None:
         _choose("strategy", strategy, STRATEGIES)
         _choose("compiler", compiler, ("eager", "inductor"))
@@ -89,6 +92,7 @@ class PrefillRunner:
         self.model, self.strategy, self.compiler, self.replay = model, strategy, compiler, replay
         self.max_padding_factor, self.copy_output, self.max_requests = max_padding_factor, copy_output, max_requests
         self.on_fresh_output, self.on_recompile, self.on_oversize = on_fresh_output, on_recompile, on_oversize
+        self.debug = debug
         self.device = torch.empty(0, device=device or _device_of(model)).device  # with its index
         # Static inputs: every bucket's graphs read the head of these.
         self._tokens = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
@@ -98,6 +102,7 @@ class PrefillRunner:
         self._ascending: list[int] = []  # the captured sizes
         self._impl = None
         self._watch = ParameterWatch(model)
+        self._stateful = False  # whether the forward writes to buffers of the model
         self._replays: Counter[int] = Counter()
         self._eager: Counter[str] = Counter()
         self._capture_ms: dict[int, float] = {}
@@ -122,7 +127,7 @@ class PrefillRunner:
         if self.strategy == "eager":
             return self.report()
         remaining = [b for b in reversed(self.buckets) if b not in self.sequences]
-        with preserved_buffers(self.model), gc_held_off(), torch.no_grad():
+        with preserved_buffers(self.model) as writes, gc_held_off(), torch.no_grad():
             if self._impl is None:
                 self._impl = self._make_strategy()
             if self.sequences:
@@ -137,6 +142,13 @@ class PrefillRunner:
                 self._ascending = sorted(self.sequences)
                 self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
                 self._pool_bytes[bucket] = self.pool.bytes - before
+        if writes.parameters:
+            self.sequences, self._ascending = {}, []
+            raise RuntimeError(
+                f"the forward writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make "
+                f"them buffers, whose values are restored"
+            )
+        self._stateful = self._stateful or bool(writes.buffers)
         return self.report()
 
     def _make_strategy(self):
@@ -144,7 +156,7 @@ class PrefillRunner:
             return FullStrategy(self.model, self.pool, self.buckets, self.compiler, self.max_requests)
         if self.strategy == "breakable":
             return BreakableStrategy(self.model, self.pool, self.on_fresh_output)
-        return TcPiecewiseStrategy(self.model, self.pool, self.buckets, self.compiler, self.on_fresh_output)
+        return TcPiecewiseStrategy(self.model, self.pool, self.buckets, self.compiler, self.on_fresh_output, self.debug)
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
@@ -155,13 +167,16 @@ class PrefillRunner:
         Raises:
             ValueError: The batch is on another device, has ids outside the vocabulary, a prefix (there is no KV cache), a request
                 longer than the model allows, or no bucket fits it and ``on_oversize="error"``. Nothing was written.
-            RuntimeError: A parameter or buffer has moved since capture; the message names it. What the stale weights gave is dropped.
+            RuntimeError: A parameter or buffer has moved since capture; the message names it. No state was written, and what the stale
+                weights gave is dropped.
             RecompileError: Stitched replay met a failed guard and ``on_recompile="error"``.
         """
         self._validate(batch)
         bucket, reason = self._choose_bucket(batch)
         if bucket is None:
             return self._run_eagerly(batch, reason)
+        if self._stateful or self.debug:
+            self._watch.check()
         try:
             hidden = self._replay(batch, bucket)
         except RecompileError as error:
@@ -171,9 +186,11 @@ class PrefillRunner:
         rows = hidden[: batch.num_tokens]
         # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
         rows = rows.clone() if self.copy_output else rows
-        # Only now, when the device has its work: looking at every parameter takes the host as long as a layer or two. The watch keeps
-        # the captured memory alive, so that stale weights are old numbers and never an illegal access.
-        self._watch.check()
+        if not self._stateful:
+            # Only now, when the device has its work: looking at every parameter takes the host as long as a few layers. Nothing but
+            # graph memory was written, and the watch keeps the captured weights alive, so that stale ones are old numbers and no
+            # illegal access.
+            self._watch.check()
         self._replays[bucket] += 1
         return rows
 
@@ -190,7 +207,7 @@ class PrefillRunner:
     def _replay(self, batch: PackedBatch, bucket: int) -> torch.Tensor:
         self._fill(batch, bucket)
         with self._impl.context(batch, bucket):
-            if self.replay == "stitched" and self.strategy == "tc_piecewise":
+            if self.strategy == "tc_piecewise" and (self.replay == "stitched" or self.debug):
                 return self._impl.piecewise(self._tokens[:bucket], self._positions[:bucket])
             return self.sequences[bucket].replay()
 

@@ -71,27 +71,42 @@ def _identity(value: torch.Tensor | None) -> int:
     return 0 if value is None else value.data_ptr()
 
 
+class Writes:
+    """What a block wrote to beside its inputs: names of buffers and of parameters, filled in when the block ends."""
+
+    def __init__(self) -> None:
+        self.buffers: list[str] = []
+        self.parameters: list[str] = []
+
+
 @contextmanager
 def preserved_buffers(model: Callable):
     """Put every buffer of the model back to its value when the block ends, also by an exception.
 
-    Raises:
-        RuntimeError: The block wrote to a parameter. Parameters are not copied, being most of the memory, so that a model that trains
-            itself in its forward is refused.
+    Parameters are not copied, being most of the memory; that one was written to is only reported.
+
+    Yields:
+        ``Writes``.
     """
+    writes = Writes()
     module = getattr(model, "__self__", model)
     if not isinstance(module, nn.Module):
-        yield
+        yield writes
         return
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
     # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.
-    versions = {name: p._version for name, p in module.named_parameters() if not p.is_inference()}
+    counted = [(kept, name, t) for kept, named in _kinds(module, writes) for name, t in named if not t.is_inference()]
+    versions = [tensor._version for _, _, tensor in counted]
     try:
-        yield
+        yield writes
     finally:
+        for (kept, name, tensor), version in zip(counted, versions):
+            if tensor._version != version:
+                kept.append(name)
         with torch.inference_mode():  # where both kinds of tensors may be written
-            for buffer, value in buffers:
+            for _, buffer, value in buffers:
                 buffer.copy_(value)
-    written = [name for name, p in module.named_parameters() if name in versions and versions[name] != p._version]
-    if written:
-        raise RuntimeError(f"the forward writes to the parameters {written}, and warm-up has already done so; make them buffers")
+
+
+def _kinds(module: nn.Module, writes: Writes) -> tuple:
+    return (writes.parameters, module.named_parameters()), (writes.buffers, module.named_buffers())

@@ -123,10 +123,7 @@ def test_a_token_does_not_see_the_future(path, device):
     assert not torch.allclose(after[4:], before[4:])
 
 
-LETS_NAN_THROUGH = pytest.mark.xfail(strict=True, reason="known: an added mask lets NaN through (NaN - inf, 0 * NaN)")
-
-
-@pytest.mark.parametrize("path", ["per request", pytest.param("static", marks=LETS_NAN_THROUGH)])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nan_stays_in_its_request(path, poison, device):
     query, key, value = (x.clone() for x in inputs(12, device=device))

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from torch import nn
 
 import pcg_ref as pcg
-from pcg_ref import tape
+from pcg_ref import arena as arena_module
+from pcg_ref.arena import Arena
 from pcg_ref.ops import register_custom_op
-from pcg_ref.tape import Arena
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,7 +67,7 @@ def test_a_block_is_reused_when_its_last_view_dies():
 
 def test_neighbours_merge_and_segments_do_not():
     arena = Arena()
-    size = tape._SEGMENT_BYTES // 4
+    size = arena_module._SEGMENT_BYTES // 4
     quarters = [block(arena, size) for _ in range(4)]
     assert arena.bytes == 4 * size
     start = min(q.data_ptr() for q in quarters)
@@ -98,7 +98,7 @@ def test_a_block_freed_in_the_middle_of_an_allocation(monkeypatch):
 
     with pcg.gc_held_off():
         make_garbage()
-        monkeypatch.setattr(tape, "min", min_with_collection, raising=False)
+        monkeypatch.setattr(arena_module, "min", min_with_collection, raising=False)
         kept = [block(arena, 512) for _ in range(3)]
     assert len({t.data_ptr() for t in kept}) == 3
 

@@ -38,7 +38,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(model_name, device, dtype)
-    systems = []
+    systems: list[System] = []
     for system in build(model, sizes, ["eager", *only] if only else ()):
         print(f"set up: {system.name} {system.setup_s or ''}", file=sys.stderr)
         systems.append(system)
@@ -48,6 +48,7 @@ def main(
         "model": model_name,
         "sizes": list(sizes),
         "rounds": rounds,
+        "requests": requests,
         "provenance": provenance(device, dtype, " ".join(["python -m pcg_ref", *sys.argv[1:]])),
         "systems": {s.name: _facts(s) | {"worst_error": errors.get(s.name, 0.0)} for s in systems},
         "results": [row for size in sizes for row in _time(systems, size, rounds, new_batch, device, rng)],

@@ -62,7 +62,11 @@ class System:
 
 
 def build(model: nn.Module, sizes: Sequence[int], names: Sequence[str] = ()) -> Iterator[System]:
-    """Set up the systems one after the other, each whole before it is yielded; with ``names`` only those."""
+    """Set up the systems one after the other, each whole before it is yielded; with ``names`` only those.
+
+    Raises:
+        ValueError: An unknown name.
+    """
     makers: dict[str, Callable[[str], System]] = {
         "eager": lambda name: System(name, lambda batch: _eager(model, batch)),
         "torch.compile": lambda name: _compiled(name, model, sizes),
@@ -75,6 +79,9 @@ def build(model: nn.Module, sizes: Sequence[int], names: Sequence[str] = ()) -> 
     }
     if not next(model.parameters()).is_cuda:
         del makers["reduce-overhead"]  # torch's CUDA graphs; there is nothing like it on CPU
+    unknown = set(names) - makers.keys()
+    if unknown:
+        raise ValueError(f"no system {sorted(unknown)} here; choose from {list(makers)}")
     for name, make in makers.items():
         if names and name not in names:
             continue

@@ -15,8 +15,8 @@ import torch
 
 from pcg_ref.context import PackedBatch, forward_context
 from pcg_ref.graphs import capture, gc_held_off
-from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.piecewise import PiecewiseModel
+from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import GraphSegment, SegmentSequence
 from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
 

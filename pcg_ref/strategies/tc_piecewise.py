@@ -14,12 +14,11 @@ import torch
 
 from pcg_ref.context import PackedBatch, forward_context
 from pcg_ref.graphs import gc_held_off
-from pcg_ref.pools import GraphPool
 from pcg_ref.piecewise import PiecewiseModel
+from pcg_ref.pools import GraphPool
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.strategies import stand_in
 from pcg_ref.tracing import Trace, trace
-
 
 # subtle: a prime that is no model's width or head dimension. A compiler that sees equal sizes may take them for the same size.
 _EXAMPLE_TOKENS = 67
@@ -47,6 +46,7 @@ class TcPiecewiseStrategy:
         buckets: Every size that will be captured.
         compiler: What runs inside a piece, ``"eager"`` or ``"inductor"``.
         on_fresh_output: ``"bridge"`` or ``"error"``, see ``PiecewiseModel``.
+        debug: See ``PiecewiseModel``.
 
     Raises:
         TraceError: The model cannot be traced as one graph.
@@ -60,7 +60,13 @@ class TcPiecewiseStrategy:
     """
 
     def __init__(
-        self, model: Callable, pool: GraphPool, buckets: Sequence[int], compiler: str = "eager", on_fresh_output: str = "bridge"
+        self,
+        model: Callable,
+        pool: GraphPool,
+        buckets: Sequence[int],
+        compiler: str = "eager",
+        on_fresh_output: str = "bridge",
+        debug: bool = False,
     ) -> None:
         self.model = model
         start = time.perf_counter()
@@ -72,6 +78,7 @@ class TcPiecewiseStrategy:
             capture_sizes=buckets,
             on_fresh_output=on_fresh_output,
             pool=pool,
+            debug=debug,
         )
         general_run(self.piecewise, self.context)
         self.setup_s = {"trace": traced_at - start, "compile": time.perf_counter() - traced_at}
