@@ -143,7 +143,7 @@ class PrefillRunner:
                 self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
                 self._pool_bytes[bucket] = self.pool.bytes - before
         if writes.parameters:
-            self.sequences, self._ascending = {}, []
+            self.sequences, self._ascending, self._impl = {}, [], None
             raise RuntimeError(
                 f"the forward writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make "
                 f"them buffers, whose values are restored"

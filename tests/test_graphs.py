@@ -317,3 +317,9 @@ def test_gc_is_held_off_and_put_back(device, enabled, fails):
         assert graph.output[0].tolist() == [2000] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda t: t.conj().imag, torch.Tensor.t], ids=["conj", "neg", "t"])
+def test_a_weak_reference_to_a_lazy_view(view, device):
+    tensor = view(torch.randn(3, 4, dtype=torch.complex64, device=device))
+    assert torch.equal(pcg.weak_ref(tensor), tensor)

@@ -355,8 +355,11 @@ def test_writing_to_a_parameter_is_refused(strategy, replay, device):
             self.inner.embed.weight.mul_(0.5)
             return hidden
 
-    with pytest.raises(RuntimeError, match=r"inner\.(embed|linear)\.weight"):
-        captured(Trains(), strategy, replay)
+    runner = pcg.PrefillRunner(Trains(), strategy, [8, 4], replay=replay)
+    for _ in range(2):  # the second call does not accept what the first refused
+        with pytest.raises(RuntimeError, match=r"inner\.(embed|linear)\.weight"):
+            runner.capture(progress=False)
+        assert runner.sequences == {}
 
 
 def half_and_back(model):
@@ -401,6 +404,36 @@ def test_moved_weights_are_named_and_nothing_is_returned(strategy, replay, move,
         with pytest.raises(RuntimeError, match=rf"^{name} is at 0x"):
             call()
     assert runner.report() == before and data
+
+
+@over(CAPTURED)
+def test_moved_weights_are_noticed_before_state_is_written(strategy, replay, device):
+    runner = captured(Small().to(device), strategy, replay, [8])
+    runner.run(batch_of([4], 1, device))
+    old, runner.model.linear.weight = runner.model.linear.weight, nn.Parameter(torch.randn(WIDTH, WIDTH, device=device), False)
+    with pytest.raises(RuntimeError, match=r"^linear\.weight is at"):
+        runner.run(batch_of([5], 2, device))
+    assert runner.model.count == 1 and old is not None
+
+
+@over(CAPTURED)
+def test_debug_changes_no_result(strategy, replay, device):
+    serve(captured(tiny(device), strategy, replay, debug=True), device, batches=[(5,), (2, 1), (7, 9)])
+
+
+def test_debug_finds_a_piece_whose_input_has_moved(device):
+    runner = captured(tiny(device), "tc_piecewise", "flat", [8], debug=True)
+    entry = runner._impl.piecewise.entries[0][8]
+    entry.output = tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in entry.output)  # as a bug of the pool would do
+    with pytest.raises(RuntimeError, match=r"input \w+ of submod_2 is at 0x\w+, and was at 0x"):
+        runner.run(batch_of([8], 1, device))
+
+
+def test_debug_finds_changed_state_that_flat_replay_does_not_look_at(device):
+    runner = captured(Small().to(device), "tc_piecewise", "flat", [8], debug=True)
+    runner.model.scale = 3
+    with pytest.raises(pcg.RecompileError, match="scale"):
+        runner.run(batch_of([8], 1, device))
 
 
 @over(CAPTURED)
