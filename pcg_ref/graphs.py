@@ -72,8 +72,6 @@ class _CudaRecorder:
         return self
 
     def begin(self) -> None:
-        self._generator = torch.cuda.default_generators[self.pool.device.index]
-        self._generator_before = self._generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
 
@@ -110,11 +108,10 @@ class _CudaRecorder:
 
     def _repair(self) -> None:
         # subtle: a capture that CUDA itself has invalidated ends with an error before torch has told its allocators and its random
-        # generator, which would fail later and far from here. The device's allocator can be told (private: nothing public does it),
-        # the generator can be put back, and the pinned-memory allocator cannot: it refuses this pool's name from now on.
+        # generator, which would fail later and far from here. The device's allocator is told here (private: nothing public does it), the
+        # generator by the next capture that succeeds, and the pinned-memory allocator cannot be: it refuses this pool's name for good.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.pool.device.index, self.pool.handle)
-        self._generator.graphsafe_set_state(self._generator_before)
         self.pool.renew()
 
 

@@ -6,6 +6,7 @@ overwrite. This module captures nothing.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +31,9 @@ class GraphPool:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", self.device.index if self.device.index is not None else torch.cuda.current_device())
             self.stream = torch.cuda.Stream(self.device)
-            self._handles = [torch.cuda.graph_pool_handle()]
+            self._handles: list[tuple[int, int]] = []
+            self._anchors: list[torch.cuda.CUDAGraph] = []
+            self.renew()
             self._segments: list[tuple[int, int]] = []  # (start, end) addresses, as far as known
             self._foreign: set[int] = set()  # addresses seen that are not the pool's
         elif self.device.type == "cpu":
@@ -52,8 +55,18 @@ class GraphPool:
         return self._handles[-1]
 
     def renew(self) -> None:
-        """Go on in fresh memory, because torch will not capture into the old any more; graphs captured before keep theirs."""
-        self._handles.append(torch.cuda.graph_pool_handle())
+        """Go on in fresh memory, because torch will not capture into the old any more; graphs captured before keep theirs.
+
+        # subtle: torch forgets a pool in which no graph is left, and then fails to capture into it. The empty graph captured here stays
+        # in it. Its successful end also tells the random generator that a failed capture before it is over.
+        """
+        anchor, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with self.on_stream(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*graph is empty.*", category=UserWarning)
+            anchor.capture_begin(pool=handle, capture_error_mode="thread_local")
+            anchor.capture_end()
+        self._handles.append(handle)
+        self._anchors.append(anchor)
 
     def _device_segments(self) -> list[tuple[int, int]]:
         own = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in self._handles]

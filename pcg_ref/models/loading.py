@@ -104,12 +104,14 @@ def _not_found(pretrained_model_name_or_path: str, error: Exception, gguf_file: 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings from transformers while a model loads; its settings come back after."""
+    """No progress bars, warnings or reports of retries while a model loads; the settings of all concerned come back after."""
+    from huggingface_hub.utils import logging as hub_logging
     from tqdm.auto import tqdm
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, hub_verbosity, bars = logging.get_verbosity(), hub_logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
     # The bar of the GGUF conversion does not ask transformers' settings, so tqdm itself is told.
     silent_init = functools.partialmethod(tqdm.__init__, disable=True)
@@ -118,5 +120,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             logging.enable_progress_bar()
