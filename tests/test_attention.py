@@ -14,20 +14,6 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 PATHS = ["per request", "static"]  # boundaries known on the host, or only on the device as inside a full graph
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two threads on tensors as small as these mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def inputs(rows, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, device="cpu", dtype=torch.float32, seed=0):
     """query, key, value as a model has them: strided views of one projection's result."""
     generator = torch.Generator().manual_seed(seed)

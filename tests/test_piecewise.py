@@ -18,23 +18,6 @@ WIDTH = 4
 SIZES = [16, 8, 4, 2]  # 4 is also the width: sizes that agree by chance must not be taken for one
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick():
-    """Every capture collects garbage once; without torch's own objects to walk through, that takes a hundredth of the time.
-    Two threads on tensors as small as these mostly wait for each other."""
-    gc.freeze()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    gc.unfreeze()
-
-
 class Body:
     """What the bodies of the split operators do on demand, and what they saw."""
 

@@ -18,15 +18,6 @@ from pcg_ref.arena import Arena
 from pcg_ref.ops import register_custom_op
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two threads on tensors as small as these mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check(region, *inputs, replays: int = 3) -> pcg.TapeGraph:
     """Capture, then compare bitwise with eager on fresh contents of the same inputs, what is written to the inputs included."""
     graph = pcg.capture(region, *inputs)
