@@ -41,13 +41,49 @@ class CompiledPiece:
 
 
 class InductorCompiler:
-    """Generates kernels for the piece, once for all sizes of its dynamic dimension."""
+    """Generates kernels for a piece, once for all sizes of its dynamic dimension and once for all pieces of the same structure.
+
+    The weights of a piece are inputs, so that the layers of a decoder differ in nothing else: however many there are, three pieces are
+    compiled.
+    """
 
     name = "inductor"
 
+    def __init__(self) -> None:
+        self._compiled: dict[str, CompiledPiece] = {}
+
     def compile(self, piece: fx.GraphModule) -> CompiledPiece:
         """Returns a callable whose first call generates the code: seconds, a C++ compiler on CPU, Triton on CUDA."""
-        return CompiledPiece(piece)
+        key = _structure(piece)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledPiece(piece)
+        return self._compiled[key]
+
+
+def _structure(piece: fx.GraphModule) -> str:
+    """Equal for two pieces exactly when the same code computes both: their nodes but for the names, and the inputs' shapes."""
+    index = {node: i for i, node in enumerate(piece.graph.nodes)}
+    rows = []
+    for node in piece.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Index(index[n]))
+        if node.op in ("get_attr", "call_module"):  # what such a node stands for is the piece's own
+            target: object = id(piece)
+        elif node.op == "placeholder":
+            value = node.meta.get("example_value")
+            is_tensor = isinstance(value, torch.Tensor)
+            target = (value.dtype, value.device, tuple(value.shape), value.stride(), type(value)) if is_tensor else type(value)
+            args = ()
+        else:
+            target = node.target
+        rows.append(repr((node.op, target, args, kwargs)))
+    return "\n".join(rows)
+
+
+class _Index(int):
+    """The place of a node, told apart from a number."""
+
+    def __repr__(self) -> str:
+        return f"node {int(self)}"
 
 
 COMPILERS = {compiler.name: compiler for compiler in (EagerCompiler, InductorCompiler)}

@@ -120,8 +120,12 @@ class TapeRecorder:
     def suspended(self):
         """Run the block for real, between two tapes; also from inside an operator that is being recorded."""
         # private: no public way to leave modes that were entered further out, which is what an eager break does.
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            yield
+        TapeRecorder._active.flag = False
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                yield
+        finally:
+            TapeRecorder._active.flag = True
 
 
 def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
