@@ -25,11 +25,10 @@ def trace(found: dict | None, strategy: str) -> list[str]:
     if found is None:
         whys = {"full": "nobody looks for boundaries", "eager": "nothing is captured", "breakable": "the capture finds boundaries"}
         return [*lines, f"   None, and no FX graph: with strategy {strategy!r} {whys[strategy]}."]
-    with_split = "" if strategy == "full" else " with the split"
     return lines + [
         f"   One FX graph: {_count(found['nodes'], 'node')}, {_count(found['parameters'], 'parameter')}, "
         f"{_count(found['buffers'], 'buffer')}, the token dimension T dynamic.",
-        f"   {_count(found['compile_count'], 'call')} of the compiler's backend, {found['seconds_with_split']:.1f} s{with_split}.",
+        f"   {_count(found['compile_count'], 'call')} of the compiler's backend, {found['seconds']:.1f} s.",
     ]
 
 

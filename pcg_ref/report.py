@@ -19,7 +19,7 @@ class RunnerReport(dict):
             replay=runner.replay,
             device=str(runner.device),
             pool_bytes=runner.pool.bytes,
-            setup_s={**(runner._impl.setup_s if runner._impl else {}), "capture": sum(runner._capture_ms.values()) / 1e3},
+            setup_s={**(runner.implementation.setup_s if runner.implementation else {}), "capture": sum(runner._capture_ms.values()) / 1e3},
             buckets={
                 bucket: {
                     "graphs": sequence.num_graphs,

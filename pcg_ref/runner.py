@@ -57,6 +57,8 @@ class PrefillRunner:
     Attributes:
         sequences: The ``SegmentSequence`` of each captured bucket.
         buckets: The sizes, ascending.
+        implementation: The strategy at work, ``None`` before ``capture`` and for ``"eager"``. Of ``"tc_piecewise"`` its ``piecewise`` is
+            the ``PiecewiseModel``.
     """
 
     @_outside_inference_mode
@@ -100,7 +102,7 @@ class PrefillRunner:
         self.pool = GraphPool(self.device)
         self.sequences: dict[int, SegmentSequence] = {}
         self._ascending: list[int] = []  # the captured sizes
-        self._impl = None
+        self.implementation = None
         self._watch = ParameterWatch(model)
         self._stateful = False  # whether the forward writes to buffers of the model
         self._replays: Counter[int] = Counter()
@@ -128,22 +130,22 @@ class PrefillRunner:
             return self.report()
         remaining = [b for b in reversed(self.buckets) if b not in self.sequences]
         with preserved_buffers(self.model) as writes, gc_held_off(), torch.no_grad():
-            if self._impl is None:
-                self._impl = self._make_strategy()
+            if self.implementation is None:
+                self.implementation = self._make_strategy()
             if self.sequences:
                 self._watch.check()  # an earlier call captured some: all buckets must read the same weights
             else:
                 self._watch.remember()
             for bucket in _bar(remaining, progress):
                 start, before = time.perf_counter(), self.pool.bytes
-                sequence = self._impl.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
+                sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
                 _require_hidden(sequence.output, bucket)
                 self.sequences[bucket] = sequence
                 self._ascending = sorted(self.sequences)
                 self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
                 self._pool_bytes[bucket] = self.pool.bytes - before
         if writes.parameters:
-            self.sequences, self._ascending, self._impl = {}, [], None
+            self.sequences, self._ascending, self.implementation = {}, [], None
             raise RuntimeError(
                 f"the forward writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make "
                 f"them buffers, whose values are restored"
@@ -200,15 +202,15 @@ class PrefillRunner:
         bucket, reason = bucket_for(batch.num_tokens, self._ascending, self.max_padding_factor)
         if bucket is None and self.on_oversize == "error":
             raise ValueError(f"no bucket for {batch.num_tokens} tokens: {reason}; captured are {self._ascending}")
-        if bucket is not None and (refusal := self._impl.refuses(batch)):
+        if bucket is not None and (refusal := self.implementation.refuses(batch)):
             return None, refusal
         return bucket, reason
 
     def _replay(self, batch: PackedBatch, bucket: int) -> torch.Tensor:
         self._fill(batch, bucket)
-        with self._impl.context(batch, bucket):
+        with self.implementation.context(batch, bucket):
             if self.strategy == "tc_piecewise" and (self.replay == "stitched" or self.debug):
-                return self._impl.piecewise(self._tokens[:bucket], self._positions[:bucket])
+                return self.implementation.piecewise(self._tokens[:bucket], self._positions[:bucket])
             return self.sequences[bucket].replay()
 
     def _run_eagerly(self, batch: PackedBatch, reason: str) -> torch.Tensor:

@@ -83,7 +83,7 @@ def eager_padded(runner, batch, bucket):
     n = batch.num_tokens
     tokens, positions = torch.zeros(2, bucket, dtype=torch.int64, device=batch.tokens.device)
     tokens[:n], positions[:n] = batch.tokens, batch.positions
-    with runner._impl.context(batch, bucket):
+    with runner.implementation.context(batch, bucket):
         return runner.model(tokens, positions)
 
 
@@ -405,7 +405,7 @@ def test_debug_changes_no_result(strategy, replay, device):
 
 def test_debug_finds_a_piece_whose_input_has_moved(device):
     runner = captured(tiny(device), "tc_piecewise", "flat", [8], debug=True)
-    entry = runner._impl.piecewise.entries[0][8]
+    entry = runner.implementation.piecewise.entries[0][8]
     entry.output = tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in entry.output)  # as a bug of the pool would do
     with pytest.raises(RuntimeError, match=r"input \w+ of submod_2 is at 0x\w+, and was at 0x"):
         runner.run(batch_of([8], 1, device))
@@ -436,7 +436,7 @@ def test_a_guard_that_fails_after_capture(on_recompile, device):
                 runner.run(batch)
         else:
             close(runner.run(batch), eager(runner.model, batch))
-    assert runner._impl.piecewise.trace.compile_count == 1
+    assert runner.implementation.piecewise.trace.compile_count == 1
     reasons = runner.report()["eager"]
     assert len(reasons) == (on_recompile == "eager") and all("scale" in r and n == 2 for r, n in reasons.items())
     runner.model.scale = 2
@@ -528,7 +528,7 @@ def test_a_failing_body_at_capture(strategy, replay, enabled, device, monkeypatc
         gc.enable()
     serve(runner, device)
     assert runner.report()["buckets"][32]["replays"] == 2
-    del runner._impl.capture
+    del runner.implementation.capture
     runner.capture(progress=False)
     assert sorted(runner.sequences) == runner.buckets
     serve(runner, device)

@@ -115,7 +115,7 @@ def loop_cost(system: System, batch: PackedBatch, rounds: int, rng: random.Rando
         "graphs_us": lambda: [replay() for replay in graphs],
         "eager_us": lambda: [replay() for replay in eager],
     }
-    with runner._impl.context(batch, bucket) as context:
+    with runner.implementation.context(batch, bucket) as context:
         context.cu_seqlens  # planned once a batch; here before the clock starts
         with torch.no_grad():
             timed = interleaved(functions, rounds, lambda: None, runner.device, rng)
