@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pcg_ref.compilers import CompiledPiece
-from pcg_ref.pools import GraphPool
+from pcg_ref.pools import GraphPool, capture_lock
 from pcg_ref.tape import CaptureError, Tape, TapeRecorder
 
 
@@ -72,21 +72,24 @@ class _CudaRecorder:
         return self
 
     def begin(self) -> None:
+        capture_lock.acquire()
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
 
     def end(self) -> CudaGraph:
         graph, self._graph = self._graph, None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 graph.capture_end()
-            except RuntimeError as error:
-                self._repair()
-                raise CaptureError(
-                    f"CUDA ended the capture with an error: {str(error).splitlines()[0]}\nEither something in the region was not "
-                    f"permitted, or it forked a side stream and did not join it (current_stream.wait_stream(side_stream)) before its end"
-                ) from error
+        except RuntimeError as error:
+            self._repair()
+            raise CaptureError(
+                f"CUDA ended the capture with an error: {str(error).splitlines()[0]}\nEither something in the region was not permitted, "
+                f"or it forked a side stream and did not join it (current_stream.wait_stream(side_stream)) before its end"
+            ) from error
+        finally:
+            capture_lock.release()
         # An empty graph is known by torch's warning alone; a graph's nodes can be counted only through the driver's own interface.
         return CudaGraph(self.pool, graph, empty=any("graph is empty" in str(w.message).lower() for w in caught))
 

@@ -6,6 +6,7 @@ overwrite. This module captures nothing.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from contextlib import contextmanager
 
@@ -13,6 +14,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pcg_ref.arena import Arena, alias_of_host_memory
+from pcg_ref.tape import CaptureError
+
+
+# subtle: two threads must not capture on CUDA at the same time, each on its stream though they are: the default random generator belongs
+# to one capture, and a CUDAGraph that it has turned away takes the process down when it is destroyed.
+capture_lock = threading.RLock()
 
 
 class GraphPool:
@@ -60,8 +67,10 @@ class GraphPool:
         # subtle: torch forgets a pool in which no graph is left, and then fails to capture into it. The empty graph captured here stays
         # in it. Its successful end also tells the random generator that a failed capture before it is over.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a capture is already running; captures do not nest, and no pool can be made inside one")
         anchor, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        with self.on_stream(), warnings.catch_warnings():
+        with capture_lock, self.on_stream(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*graph is empty.*", category=UserWarning)
             anchor.capture_begin(pool=handle, capture_error_mode="thread_local")
             anchor.capture_end()
