@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode  # private: no public way to ask for shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,19 +60,40 @@ class Effects:
 
 def effects(piece: fx.GraphModule) -> Effects | None:
     """The effects of a piece, or ``None`` when its placeholders carry no shapes to run it on (a graph not made by ``trace``)."""
-    inputs = [node.meta.get("example_value") for node in piece.graph.find_nodes(op="placeholder")]
-    fakes = [value for value in inputs if isinstance(value, torch.Tensor)]
-    if not fakes or any(value is None for value in inputs):
+    values = [node.meta.get("example_value") for node in piece.graph.find_nodes(op="placeholder")]
+    if any(value is None for value in values) or not any(isinstance(value, torch.Tensor) for value in values):
         return None
     recorder = _Recorder()
-    with torch.no_grad(), fakes[0].fake_mode, recorder:
-        outputs = tree_leaves(piece(*inputs))
+    with torch.no_grad(), FakeTensorMode():
+        inputs = _concrete(values)
+        with recorder:
+            outputs = tree_leaves(piece(*inputs))
     owner = {storage_id(value): i for i, value in reversed(list(enumerate(inputs))) if isinstance(value, torch.Tensor)}
     return Effects(
         launches=tuple(recorder.launches),
         mutated=frozenset(owner[s] for s in recorder.written if s in owner),
         sources=tuple(owner.get(storage_id(out)) if isinstance(out, torch.Tensor) else None for out in outputs),
     )
+
+
+def _concrete(values: list) -> list:
+    """Fake tensors with the sizes of the trace's example in place of its symbols, and with the same memory shared.
+
+    # subtle: run on the symbols themselves, a question like "is this contiguous?" would fix them to the example's sizes, for good.
+    """
+    size = lambda s: s.node.hint if isinstance(s, torch.SymInt) else s  # noqa: E731  private: int(s) would fix the symbol, too
+    memory: dict[tuple, torch.Tensor] = {}
+
+    def concrete(value):
+        if not isinstance(value, torch.Tensor):
+            return size(value)
+        key = storage_id(value), value.dtype
+        if key not in memory:
+            elements = size(value.untyped_storage().nbytes()) // value.element_size()
+            memory[key] = torch.empty(elements, dtype=value.dtype, device=value.device)
+        return memory[key].as_strided([*map(size, value.shape)], [*map(size, value.stride())], size(value.storage_offset()))
+
+    return [concrete(value) for value in values]
 
 
 class _Recorder(TorchDispatchMode):
