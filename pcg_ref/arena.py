@@ -36,6 +36,17 @@ class Arena:
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < start + memory.nbytes for start, memory in self._segments)
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the same memory of this arena that does not keep its block.
+
+        It keeps the segment mapped: what outlives its block, or the arena, reads stale numbers and never crashes.
+        """
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), tensor.element_size()
+        start, memory = next((s, m) for s, m in self._segments if s <= address < s + m.nbytes)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, offset=address - start, count=storage.nbytes() // size * size)
+        return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
     def empty_strided(self, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor with the shape, strides and dtype of ``like``, in a block of its own."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 1

@@ -123,7 +123,10 @@ def weak_ref(value: object, pool: GraphPool | None = None) -> object:
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         if pool is not None and not pool.owns(tensor):
             return tensor
-        alias = _alias_of_device_memory(tensor) if tensor.is_cuda else alias_of_host_memory(tensor)
+        if tensor.is_cuda:
+            alias = _alias_of_device_memory(tensor)
+        else:
+            alias = alias_of_host_memory(tensor) if pool is None else pool.arena.alias(tensor)
         alias = alias.conj() if tensor.is_conj() else alias
         return torch._neg_view(alias) if tensor.is_neg() else alias  # private: the bits of lazy views are not in the memory
 

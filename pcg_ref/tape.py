@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pcg_ref.arena import Arena, alias_of_host_memory
+from pcg_ref.arena import Arena
 from pcg_ref.breaks import break_handler
 from pcg_ref.compilers import CompiledPiece
 from pcg_ref.effects import is_allocation, is_view, written_arguments
@@ -50,7 +50,7 @@ class Tape:
 
     def append(self, function: Callable, args: tuple, kwargs: dict, outputs: list) -> None:
         """Add one call; arena memory among its tensors is held by address."""
-        weak = lambda t: alias_of_host_memory(t) if self.arena.owns(t) else _same_memory(t)  # noqa: E731
+        weak = lambda t: self.arena.alias(t) if self.arena.owns(t) else _same_memory(t)  # noqa: E731
         args, kwargs = tree_map_only(torch.Tensor, weak, (args, kwargs))
         self.calls.append((function, args, kwargs, [weak(out) if isinstance(out, torch.Tensor) else None for out in outputs]))
 

@@ -393,3 +393,13 @@ def test_memory_that_is_not_the_arenas_is_kept():
     gc.collect()
     graph.replay()
     assert graph.output.tolist() == [1.0, 2.0]
+
+
+def test_an_alias_that_outlives_its_arena_reads_stale_numbers_and_does_not_crash():
+    x = torch.ones(1000)
+    graph = pcg.capture(lambda x: x * 2, x)
+    graph.replay()
+    output = pcg.weak_ref(graph.output, graph.pool)
+    del graph
+    gc.collect()
+    assert output.sum().item() == 2000
