@@ -24,37 +24,31 @@ class CapturedGraph:
 
     Attributes:
         pool: Its ``GraphPool``.
+        replay: Call it to submit the region again: it reads its inputs and writes ``output`` where they were at capture, and checks
+            nothing. The recording's own bound method, because a call more would be paid at every replay.
         output: What the region returned, at its fixed addresses; uncomputed until the first replay, overwritten by every one.
         empty: Whether the region launched nothing.
     """
 
-    empty: bool
-
-    def __init__(self, pool: GraphPool) -> None:
-        self.pool = pool
+    def __init__(self, pool: GraphPool, replay: Callable[[], None], empty: bool) -> None:
+        self.pool, self.replay, self.empty = pool, replay, empty
         self.output: object = None
-
-    def replay(self) -> None:
-        """Submit the region again. It reads its inputs and writes ``output`` where they were at capture; nothing is checked."""
-        raise NotImplementedError
 
 
 class CudaGraph(CapturedGraph):
-    """A region captured by ``torch.cuda.CUDAGraph``."""
+    """A region captured by ``torch.cuda.CUDAGraph``, which is ``graph``."""
 
     def __init__(self, pool: GraphPool, graph: torch.cuda.CUDAGraph, empty: bool) -> None:
-        super().__init__(pool)
-        self.graph, self.empty = graph, empty
-        self.replay = graph.replay  # the bound method itself: a call less for each replay
+        super().__init__(pool, graph.replay, empty)
+        self.graph = graph
 
 
 class TapeGraph(CapturedGraph):
-    """A region recorded on a ``Tape``: the CPU simulation of a CUDA graph."""
+    """A region recorded on a ``Tape``, which is ``tape``: the CPU simulation of a CUDA graph."""
 
     def __init__(self, pool: GraphPool, tape: Tape) -> None:
-        super().__init__(pool)
-        self.tape, self.empty = tape, not tape.calls
-        self.replay = tape.replay
+        super().__init__(pool, tape.replay, empty=not tape.calls)
+        self.tape = tape
 
 
 class _CudaRecorder:
