@@ -78,16 +78,19 @@ def ratios(run: dict) -> list[str]:
         ("eager over flat", "eager", "piecewise inductor"),
         ("reduce-overhead over flat", "reduce-overhead", "piecewise inductor"),
     ]
-    lines = [f"{'ratio of total ms':<44}" + "".join(f"{f'T={size}':>9}" for size in run["sizes"])]
-    for label, above, below in pairs:
-        values = [_ratio(rows.get((above, t)), rows.get((below, t))) for t in run["sizes"]]
-        lines.append(f"{label + ', inductor':<44}" + "".join(f"{value:>9}" for value in values))
+    table = {
+        f"{label}, inductor": [_ratio(rows.get((above, t)), rows.get((below, t))) for t in run["sizes"]] for label, above, below in pairs
+    }
     for name in ("piecewise inductor", "full inductor", "piecewise", "breakable", "full"):
-        values = [
+        table[f"{name}: total over its GPU-busy"] = [
             f"{rows[name, t]['total_ms']['median'] / rows[name, t]['busy_ms']:.2f}" if "busy_ms" in rows.get((name, t), {}) else "-"
             for t in run["sizes"]
         ]
-        lines.append(f"{name + ': total over its GPU-busy':<44}" + "".join(f"{value:>9}" for value in values))
+    lines = [f"{'ratio of total ms':<44}" + "".join(f"{f'T={size}':>9}" for size in run["sizes"])]
+    for label, values in table.items():
+        if any(value != "-" for value in values):  # else one of the two systems did not run
+            lines.append(f"{label:<44}" + "".join(f"{value:>9}" for value in values))
+    lines = lines if len(lines) > 1 else []
     for t, cost in run["loop"].items():
         own = (cost["sequence_us"] - cost["graphs_us"] - cost["eager_us"]) / max(1, cost["eager_segments"])
         lines.append(
