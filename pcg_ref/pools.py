@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 from pcg_ref.arena import Arena, alias_of_host_memory
 from pcg_ref.tape import CaptureError
 
-
 # subtle: two threads must not capture on CUDA at the same time, each on its stream though they are: the default random generator belongs
 # to one capture, and a CUDAGraph that it has turned away takes the process down when it is destroyed.
 capture_lock = threading.RLock()
