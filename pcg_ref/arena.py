@@ -45,7 +45,7 @@ class Arena:
         address, size = storage.data_ptr(), tensor.element_size()
         start, memory = next((s, m) for s, m in self._segments if s <= address < s + m.nbytes)
         flat = torch.frombuffer(memory, dtype=torch.uint8, offset=address - start, count=storage.nbytes() // size * size)
-        return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return with_lazy_bits(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), tensor)
 
     def empty_strided(self, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised tensor with the shape, strides and dtype of ``like``, in a block of its own."""
@@ -92,6 +92,12 @@ class Arena:
         bisect.insort(self._free, (address, size))
 
 
+def with_lazy_bits(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``alias``, conjugated and negated as ``tensor`` is: such bits are the tensor object's, and not in the memory."""
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias  # private: the only way to set the bit
+
+
 def alias_of_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory that does not keep it alive."""
     storage = tensor.untyped_storage()
@@ -100,4 +106,4 @@ def alias_of_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     usable = storage.nbytes() // tensor.element_size() * tensor.element_size()
     flat = torch.frombuffer(memory, dtype=torch.uint8)[:usable].view(tensor.dtype)
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return with_lazy_bits(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), tensor)

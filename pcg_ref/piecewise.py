@@ -75,7 +75,7 @@ class PiecewiseModel:
         self.entries: dict[int, dict[int, ConcreteSizeEntry]] = {}
         self.sequences: dict[int, SegmentSequence] = {}
         self._inputs: dict[int, list] = {}  # size -> flat inputs at capture, kept alive because the graphs read them
-        self._addresses: dict[int, list[int | None]] = {}
+        self._places: dict[int, list] = {}
         for item in self.items:
             piece = (EagerPiece if item.is_splitting_graph else PiecewiseBackend)(item, self._shared)
             setattr(self.split_module, item.submod_name, piece)
@@ -105,7 +105,7 @@ class PiecewiseModel:
         shared = self._shared
         shared.size = int(flat[self._dynamic[0]].shape[self._dynamic[1]])
         if shared.size in self._inputs:
-            self._check_addresses(flat)
+            self._check_inputs(flat)
             return self.split_module(*flat)
         if not self._ready_to_capture():
             return self.split_module(*flat)
@@ -113,7 +113,7 @@ class PiecewiseModel:
         try:
             with gc_held_off():
                 result = self.split_module(*flat)
-            self._inputs[shared.size], self._addresses[shared.size] = list(flat), _addresses(flat)
+            self._inputs[shared.size], self._places[shared.size] = list(flat), _places(flat)
             if self._inputs.keys() == shared.capture_sizes:
                 self.trace.freeze()  # from here on a second trace could only be a mistake
             return result
@@ -133,14 +133,21 @@ class PiecewiseModel:
         self._shared.segments.pop(size, None)
         self.sequences.pop(size, None)
 
-    def _check_addresses(self, flat: Sequence) -> None:
-        captured, now = self._addresses[self._shared.size], _addresses(flat)
+    def _check_inputs(self, flat: Sequence) -> None:
+        captured, now = self._places[self._shared.size], _places(flat)
         if captured == now:
             return
         i = next(i for i, (old, new) in enumerate(zip(captured, now)) if old != new)
-        name = self.trace.input_names[i]
+        name, size = self.trace.input_names[i], self._shared.size
+        if not isinstance(flat[i], torch.Tensor):
+            raise RuntimeError(f"{name} is {now[i]}, and was {captured[i]} when size {size} was captured; it is frozen into the graphs")
+        if captured[i][0] == now[i][0]:
+            raise RuntimeError(
+                f"{name} has shape and strides {now[i][1:]}, and had {captured[i][1:]} when size {size} was captured; one dimension is a "
+                f"size, all others are frozen"
+            )
         raise RuntimeError(
-            f"{name} is at {now[i]:#x}, and was at {captured[i]:#x} when size {self._shared.size} was captured; the graphs read the old "
+            f"{name} is at {now[i][0]:#x}, and was at {captured[i][0]:#x} when size {size} was captured; the graphs read the old "
             f"address. Copy into the captured tensor ({name}.copy_), or build and capture anew"
         )
 
@@ -196,5 +203,6 @@ def _refuse_fresh_outputs(items: Sequence[SplitItem]) -> None:
                 )
 
 
-def _addresses(flat: Sequence) -> list[int | None]:
-    return [value.data_ptr() if isinstance(value, torch.Tensor) else None for value in flat]
+def _places(flat: Sequence) -> list:
+    """What of each input is frozen at capture: a tensor's address, shape and strides, any other value itself."""
+    return [(v.data_ptr(), tuple(v.shape), v.stride()) if isinstance(v, torch.Tensor) else v for v in flat]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._pytree import tree_map_only
 
-from pcg_ref.arena import Arena, alias_of_host_memory
+from pcg_ref.arena import Arena, alias_of_host_memory, with_lazy_bits
 from pcg_ref.tape import CaptureError
 
 # subtle: two threads must not capture on CUDA at the same time, each on its stream though they are: the default random generator belongs
@@ -123,11 +123,8 @@ def weak_ref(value: object, pool: GraphPool | None = None) -> object:
         if pool is not None and not pool.owns(tensor):
             return tensor
         if tensor.is_cuda:
-            alias = _alias_of_device_memory(tensor)
-        else:
-            alias = alias_of_host_memory(tensor) if pool is None else pool.arena.alias(tensor)
-        alias = alias.conj() if tensor.is_conj() else alias
-        return torch._neg_view(alias) if tensor.is_neg() else alias  # private: the bits of lazy views are not in the memory
+            return _alias_of_device_memory(tensor)
+        return alias_of_host_memory(tensor) if pool is None else pool.arena.alias(tensor)
 
     return tree_map_only(torch.Tensor, weak, value)
 
@@ -143,4 +140,4 @@ def _alias_of_device_memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     usable = storage.nbytes() // tensor.element_size() * tensor.element_size()
     flat = torch.as_tensor(_DeviceMemory(storage.data_ptr(), usable), device=tensor.device).view(tensor.dtype)
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return with_lazy_bits(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), tensor)

@@ -49,16 +49,17 @@ class Bridge:
         self.name, self.on_fresh_output = name, on_fresh_output
         self.buffers: dict[int, torch.Tensor] = {}
         self._constants: dict[int, object] | None = None
+        self._places: dict[int, tuple | None] = {}
 
     def call(self, function: Callable, args: tuple, kwargs: Mapping) -> object:
         """``function(*args, **kwargs)``, with its fresh tensors replaced by the buffers.
 
         Raises:
-            RuntimeError: Fresh memory under ``"error"``; a tensor of another shape or dtype than at the first call; or a result that is
-                no tensor and has changed, because the graphs have its first value in them.
+            RuntimeError: Fresh memory under ``"error"``; a tensor of another shape or dtype, or in another argument's memory, than at the
+                first call; or a result that is no tensor and has changed, because the graphs have its first value in them.
         """
         leaves, spec = tree_flatten(function(*args, **kwargs))
-        memory = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        memory = {_address(leaf): i for i, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)}
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         if self._constants is not None and constants != self._constants:
             raise RuntimeError(
@@ -66,8 +67,22 @@ class Bridge:
                 f"a tensor"
             )
         self._constants = constants
-        kept = [leaf if i in constants or _address(leaf) in memory else self._keep(i, leaf) for i, leaf in enumerate(leaves)]
+        fresh = [_address(leaf) for i, leaf in enumerate(leaves) if i not in constants and _address(leaf) not in memory and leaf.numel()]
+        if len(set(fresh)) < len(fresh):
+            raise RuntimeError(f"{self.name} returns several tensors in the same fresh memory, which buffers would part; return copies")
+        kept = [leaf if i in constants else self._settle(i, leaf, memory.get(_address(leaf))) for i, leaf in enumerate(leaves)]
         return tree_unflatten(kept, spec)
+
+    def _settle(self, i: int, result: torch.Tensor, argument: int | None) -> torch.Tensor:
+        # subtle: a function may return its argument for one batch and something new for the next; the graph reads one place.
+        view = (argument, result.storage_offset(), result.shape, result.stride(), result.dtype)
+        place = None if argument is None else view
+        if self._places.setdefault(i, place) != place:
+            raise RuntimeError(
+                f"result {i} of {self.name} is {'fresh memory' if place is None else 'a view of an argument'} now, and was another place "
+                f"when the graphs were captured; return fresh memory always, or always the same view"
+            )
+        return self._keep(i, result) if argument is None else result
 
     def _keep(self, i: int, result: torch.Tensor) -> torch.Tensor:
         if self.on_fresh_output == "error":
@@ -78,7 +93,7 @@ class Bridge:
         buffer = self.buffers.get(i)
         if buffer is None:
             # A real allocation outside every pool: no captured segment produces it, so nothing may reuse it.
-            buffer = self.buffers[i] = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+            buffer = self.buffers[i] = torch.empty_like(result)  # keeps the strides unless they overlap, as an expanded tensor's do
         if (buffer.shape, buffer.dtype) != (result.shape, result.dtype):
             raise RuntimeError(
                 f"result {i} of {self.name} is {result.dtype} {list(result.shape)}, and was {buffer.dtype} {list(buffer.shape)} when "

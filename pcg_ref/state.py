@@ -19,8 +19,7 @@ def _slots(model: Callable) -> list[tuple[str, dict, str]]:
         for prefix, child in module.named_modules()
         # The dictionaries themselves: looking names up costs more than the check.
         for owner in (child._modules, child._parameters, child._buffers)
-        for key, value in owner.items()
-        if value is not None
+        for key in owner  # also one that holds None: a bias may come later
     ]
 
 

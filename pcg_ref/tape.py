@@ -60,13 +60,15 @@ class Tape:
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
         with torch.no_grad(), mode:
             result = compiled.piece(*fakes)
-        inputs = {f.untyped_storage()._cdata: a for f, a in zip(fakes, args) if isinstance(f, torch.Tensor)}
+        memory = {f.untyped_storage()._cdata: a.untyped_storage() for f, a in zip(fakes, args) if isinstance(f, torch.Tensor)}
+        inputs = frozenset(memory)
 
         def real(fake: torch.Tensor) -> torch.Tensor:
-            base = inputs.get(fake.untyped_storage()._cdata)
-            if base is None:
-                return self.arena.empty_strided(fake)
-            return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())  # a view of an input stays one
+            key = fake.untyped_storage()._cdata
+            if key not in memory:  # one block a storage: results that are views of each other stay so, as do views of an input
+                whole = torch.empty(fake.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+                memory[key] = self.arena.empty_strided(whole).untyped_storage()
+            return torch.empty(0, dtype=fake.dtype).set_(memory[key], fake.storage_offset(), fake.shape, fake.stride())
 
         outputs = tree_map_only(torch.Tensor, real, result)
         fresh = [isinstance(f, torch.Tensor) and f.untyped_storage()._cdata not in inputs for f in tree_leaves(result)]

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -67,7 +68,11 @@ class Trace:
         self._frozen = False
         self._body: Callable | None = None
         self._function = with_own_code(model)
-        self._compiled = torch.compile(self._function, fullgraph=True, backend=self._backend)
+        # subtle: Dynamo keeps backends for the life of the process, and what they return as long as the code object. Both get a weak
+        # reference, or no traced model would ever be freed.
+        self._weak = weakref.ref(self)
+        weak = self._weak
+        self._compiled = torch.compile(self._function, fullgraph=True, backend=lambda *args: weak()._backend(*args))
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list) -> Callable:
         self.compile_count += 1
@@ -76,7 +81,10 @@ class Trace:
         self.graph_module, self.example_inputs = graph_module, list(example_inputs)
         self.input_names = [self._input_name(n, value) for n, value in zip(graph_module.graph.find_nodes(op="placeholder"), example_inputs)]
 
+        weak = self._weak
+
         def run(*flat_inputs):
+            self = weak()
             if self._body is None:
                 raise _Traced
             if not self._frozen:
