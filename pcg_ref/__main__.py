@@ -7,6 +7,7 @@ it runs, so that ``--help`` stays quick.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         options = _parser().parse_args(argv)
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more while it ends
+        return 0
     except (UserError, ValueError, ImportError, TraceError) as error:  # what the package raises for what a caller can change
         print(f"pcg_ref: {error}", file=sys.stderr)
         return 2
