@@ -94,9 +94,11 @@ class PiecewiseModel:
         """One step of the walk, or once captured a replay. Equals the model either way.
 
         Once a size is captured its graphs read the tensors that were passed then: pass the same ones again, with new contents.
+        What it then returns is graph memory, which the next call of any size overwrites.
 
         Raises:
-            RuntimeError: A captured size is called with tensors, or a model with parameters, at other addresses than at capture.
+            RuntimeError: A captured size is called with tensors, or a model with parameters, at other addresses or of other shapes than
+                at capture.
             RecompileError: A guard of the frozen trace failed.
         """
         return self.trace.call(self._run, *args)

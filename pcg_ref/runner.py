@@ -18,7 +18,7 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import ParameterWatch, preserved_buffers
+from pcg_ref.state import ParameterWatch, Writes, preserved_buffers
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
@@ -124,34 +124,39 @@ class PrefillRunner:
             Exception: Whatever tracing, compilation or capture raises. Buckets captured before it keep working, the others run
                 eagerly; calling ``capture`` again goes on where it stopped.
 
-        Side effects: runs the model on zeros. Buffers of the model are restored afterwards.
+        Side effects: runs the model on zeros. Its registered buffers are restored afterwards, other state it keeps is not.
         """
         if self.strategy == "eager":
             return self.report()
-        remaining = [b for b in reversed(self.buckets) if b not in self.sequences]
-        with preserved_buffers(self.model) as writes, gc_held_off(), torch.no_grad():
-            if self.implementation is None:
-                self.implementation = self._make_strategy()
-            if self.sequences:
-                self._watch.check()  # an earlier call captured some: all buckets must read the same weights
-            else:
-                self._watch.remember()
-            for bucket in _bar(remaining, progress):
-                start, before = time.perf_counter(), self.pool.bytes
-                sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
-                _require_hidden(sequence.output, bucket)
-                self.sequences[bucket] = sequence
-                self._ascending = sorted(self.sequences)
-                self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
-                self._pool_bytes[bucket] = self.pool.bytes - before
+        writes = Writes()
+        try:
+            with preserved_buffers(self.model, writes), gc_held_off(), torch.no_grad():
+                self._capture_remaining(progress)
+        finally:
+            self._stateful = self._stateful or bool(writes.buffers)
         if writes.parameters:
             self.sequences, self._ascending, self.implementation = {}, [], None
             raise RuntimeError(
                 f"the forward writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make "
                 f"them buffers, whose values are restored"
             )
-        self._stateful = self._stateful or bool(writes.buffers)
         return self.report()
+
+    def _capture_remaining(self, progress: bool) -> None:
+        if self.implementation is None:
+            self.implementation = self._make_strategy()
+        if self.sequences:
+            self._watch.check()  # an earlier call captured some: all buckets must read the same weights
+        else:
+            self._watch.remember()
+        for bucket in _bar([b for b in reversed(self.buckets) if b not in self.sequences], progress):
+            start, before = time.perf_counter(), self.pool.bytes
+            sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
+            _require_hidden(sequence.output, bucket)
+            self.sequences[bucket] = sequence
+            self._ascending = sorted(self.sequences)
+            self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
+            self._pool_bytes[bucket] = self.pool.bytes - before
 
     def _make_strategy(self):
         if self.strategy == "full":
@@ -162,6 +167,9 @@ class PrefillRunner:
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
+
+        Flat replay runs none of the model's Python: attributes, ``train()`` or ``eval()`` and hooks are those of capture. A runner is for
+        one thread at a time.
 
         Returns:
             ``[T, D]``, the real rows. The caller's to keep; with ``copy_output=False`` it is graph memory, valid until the next call.
@@ -177,7 +185,8 @@ class PrefillRunner:
         bucket, reason = self._choose_bucket(batch)
         if bucket is None:
             return self._run_eagerly(batch, reason)
-        if self._stateful or self.debug:
+        check_first = self._stateful or self.debug
+        if check_first:
             self._watch.check()
         try:
             hidden = self._replay(batch, bucket)
@@ -188,7 +197,7 @@ class PrefillRunner:
         rows = hidden[: batch.num_tokens]
         # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
         rows = rows.clone() if self.copy_output else rows
-        if not self._stateful:
+        if not check_first:
             # Only now, when the device has its work: looking at every parameter takes the host as long as a few layers. Nothing but
             # graph memory was written, and the watch keeps the captured weights alive, so that stale ones are old numbers and no
             # illegal access.

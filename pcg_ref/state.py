@@ -71,7 +71,7 @@ def _identity(value: torch.Tensor | None) -> int:
 
 
 class Writes:
-    """What a block wrote to beside its inputs: names of buffers and of parameters, filled in when the block ends."""
+    """The names of the buffers and of the parameters that a block has written to."""
 
     def __init__(self) -> None:
         self.buffers: list[str] = []
@@ -79,33 +79,30 @@ class Writes:
 
 
 @contextmanager
-def preserved_buffers(model: Callable):
-    """Put every buffer of the model back to its value when the block ends, also by an exception.
+def preserved_buffers(model: Callable, writes: Writes):
+    """Put every registered buffer of the model back to its value when the block ends, also by an exception.
 
     Parameters are not copied, being most of the memory; that one was written to is only reported.
 
-    Yields:
-        ``Writes``.
+    Args:
+        model: A module or a method of one; for any other callable nothing is done.
+        writes: Filled in when the block ends.
     """
-    writes = Writes()
     module = getattr(model, "__self__", model)
     if not isinstance(module, nn.Module):
-        yield writes
+        yield
         return
-    buffers = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    named = [(writes.parameters, *item) for item in module.named_parameters()]
+    named += [(writes.buffers, *item) for item in module.named_buffers()]
     # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.
-    counted = [(kept, name, t) for kept, named in _kinds(module, writes) for name, t in named if not t.is_inference()]
-    versions = [tensor._version for _, _, tensor in counted]
+    versions = [(names, name, tensor, tensor._version) for names, name, tensor in named if not tensor.is_inference()]
     try:
-        yield writes
+        yield
     finally:
-        for (kept, name, tensor), version in zip(counted, versions):
+        for names, name, tensor, version in versions:
             if tensor._version != version:
-                kept.append(name)
+                names.append(name)
         with torch.inference_mode():  # where both kinds of tensors may be written
-            for _, buffer, value in buffers:
+            for buffer, value in values:
                 buffer.copy_(value)
-
-
-def _kinds(module: nn.Module, writes: Writes) -> tuple:
-    return (writes.parameters, module.named_parameters()), (writes.buffers, module.named_buffers())

@@ -398,6 +398,33 @@ def test_moved_weights_are_noticed_before_state_is_written(strategy, replay, dev
     assert runner.model.count == 1 and old is not None
 
 
+def test_moved_weights_are_noticed_before_state_is_written_also_after_a_failed_capture(device):
+    runner = pcg.PrefillRunner(Small().to(device), "breakable", [8, 4])
+    calls = []
+    runner._make_strategy = lambda make=runner._make_strategy: FailsAtSecond(make(), calls)
+    with pytest.raises(ZeroDivisionError):
+        runner.capture(progress=False)
+    assert list(runner.sequences) == [8]
+    old, runner.model.linear.weight = runner.model.linear.weight, nn.Parameter(torch.randn(WIDTH, WIDTH, device=device), False)
+    with pytest.raises(RuntimeError, match=r"^linear\.weight is at"):
+        runner.run(batch_of([5], 2, device))
+    assert runner.model.count == 0 and old is not None
+
+
+class FailsAtSecond:
+    def __init__(self, strategy, calls):
+        self.strategy, self.calls = strategy, calls
+
+    def __getattr__(self, name):
+        return getattr(self.strategy, name)
+
+    def capture(self, bucket, *static):
+        self.calls.append(bucket)
+        if len(self.calls) == 2:
+            raise ZeroDivisionError
+        return self.strategy.capture(bucket, *static)
+
+
 @over(CAPTURED)
 def test_debug_changes_no_result(strategy, replay, device):
     serve(captured(tiny(device), strategy, replay, debug=True), device, batches=[(5,), (2, 1), (7, 9)])

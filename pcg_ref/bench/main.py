@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,29 +44,34 @@ def main(
         print(f"set up: {system.name} {system.setup_s or ''}", file=sys.stderr)
         systems.append(system)
     new_batch = lambda size: random_batch(size, requests, model.vocab_size, device, rng)  # noqa: E731
-    errors = worst_error(systems, [new_batch(size) for size in rng.sample(list(sizes) * 3, 3 * len(sizes))])
     run = {
         "model": model_name,
-        "sizes": list(sizes),
-        "rounds": rounds,
         "requests": requests,
         "provenance": provenance(device, dtype, " ".join(["python -m pcg_ref", *sys.argv[1:]])),
-        "systems": {s.name: _facts(s) | {"worst_error": errors.get(s.name, 0.0)} for s in systems},
-        "results": [row for size in sizes for row in _time(systems, size, rounds, new_batch, device, rng)],
-        "loop": {},
+        **_compare_and_time(systems, sizes, rounds, new_batch, device, rng),
     }
-    flat = next((s for s in systems if s.name == "piecewise inductor"), None) or next((s for s in systems if s.name == "piecewise"), None)
-    if flat is not None:
-        run["loop"] = {size: loop_cost(flat, new_batch(size), rounds, rng) for size in sizes}
-    if device.type == "cuda":  # last: a profiler slows down everything after it
-        by_name = {system.name: system for system in systems}
-        for row in run["results"]:
-            batch = new_batch(row["T"])
-            row |= device_work(lambda: by_name[row["system"]].run(batch))
     print(json.dumps(run, indent=1) if as_json else tables(run))
     if record is not None:
         print("recorded:", *save(run, Path(record)), file=sys.stderr)
     return 0
+
+
+def _compare_and_time(systems: Sequence[System], sizes: Sequence[int], rounds: int, new_batch, device: torch.device, rng) -> dict:
+    errors = worst_error(systems, [new_batch(size) for size in rng.sample(list(sizes) * 3, 3 * len(sizes))])
+    by_name = {system.name: system for system in systems}
+    found = {
+        "sizes": list(sizes),
+        "rounds": rounds,
+        "systems": {name: _facts(system) | {"worst_error": errors.get(name, 0.0)} for name, system in by_name.items()},
+        "results": [row for size in sizes for row in _time(systems, size, rounds, new_batch, device, rng)],
+    }
+    flat = by_name.get("piecewise inductor") or by_name.get("piecewise")
+    found["loop"] = {size: loop_cost(flat, new_batch(size), rounds, rng) for size in sizes} if flat else {}
+    if device.type == "cuda":  # last: a profiler slows down everything after it
+        for row in found["results"]:
+            run, batch = by_name[row["system"]].run, new_batch(row["T"])
+            row |= device_work(partial(run, batch))
+    return found
 
 
 def _facts(system: System) -> dict:

@@ -24,7 +24,8 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
     """Record one call of ``region(*args)`` as graph segments around its eager breaks.
 
     Args:
-        region: A function of tensors; marked functions (``eager_on_graph``) and registered split operators break the graph.
+        region: A function of tensors; marked functions (``eager_on_graph``) and split operators made by
+            ``register_custom_op`` break the graph.
         args: Its static inputs.
         pool: Memory for the graphs.
         on_fresh_output: ``"bridge"`` copies what a break returns in fresh memory to a buffer that stays; ``"error"`` refuses it.
