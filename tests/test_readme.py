@@ -1,7 +1,10 @@
 """The README's code runs as it stands, block after block."""
 
+import json
 import re
 from pathlib import Path
+
+from pcg_ref.bench.record import summary
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -21,3 +24,14 @@ def test_the_reading_order_names_every_module_of_the_spine():
     spine = {path.name for path in (README.parent / "pcg_ref").glob("*.py")} - {"__init__.py", "__main__.py"}
     beside = {name for name in spine if name.startswith("demo")}
     assert [name for name in sorted(spine - beside) if f"`{name}`" not in text] == []
+
+
+def test_the_numbers_are_those_of_the_record():
+    text, folder = README.read_text(encoding="utf-8"), README.parent / "figures" / "h200"
+    run = json.loads((folder / "bench-qwen3-0.6b-shape.json").read_text(encoding="utf-8"))
+    assert summary(run) in text
+    rows = [line.split("|")[2:-1] for line in text.splitlines() if re.match(r"\| (as they are|by inductor) ", line)]
+    recorded = [(folder / name).read_text(encoding="utf-8") for name in ("demo.txt", "demo-inductor.txt")]
+    for index, row in enumerate(rows):
+        requests, tokens, bucket, eager, replay = (cell.strip() for cell in row)
+        assert re.search(rf"\b{requests} +{tokens} +{bucket} +30 +{eager} +{replay}\n", recorded[index // 3]), row

@@ -87,21 +87,22 @@ def _stats(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def device_work(run: Callable[[], object]) -> dict[str, float]:
-    """One call under torch's profiler: kernels and copies on the device, and the milliseconds in which at least one of them ran."""
+def device_work(run: Callable[[], object], calls: int = 5) -> dict[str, float]:
+    """Kernels and copies of one call, and the milliseconds in which at least one of them ran, by torch's profiler: a mean of ``calls``."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(calls):
+            run()
+            torch.cuda.synchronize()  # so that calls do not overlap
     events = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     busy_us, end = 0.0, 0.0
     for interval in sorted(events, key=lambda interval: interval.start):
         busy_us += max(0.0, interval.end - max(interval.start, end))
         end = max(end, interval.end)
-    return {"kernels": len(events), "busy_ms": busy_us / 1e3}
+    return {"kernels": round(len(events) / calls), "busy_ms": busy_us / calls / 1e3}
 
 
 def loop_cost(system: System, batch: PackedBatch, rounds: int, rng: random.Random) -> dict[str, float]:

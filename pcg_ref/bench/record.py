@@ -7,7 +7,6 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -135,11 +134,11 @@ def save(run: dict, folder: Path) -> list[Path]:
     return [data, picture]
 
 
-def summary(run: dict, sizes: Sequence[int]) -> str:
+def summary(run: dict) -> str:
     """A Markdown table of median milliseconds, for the README."""
-    header = "| system | " + " | ".join(f"T = {size}" for size in sizes) + " |"
-    lines = [header, "|---|" + "---|" * len(sizes)]
+    header = "| system | " + " | ".join(f"T = {size}" for size in run["sizes"]) + " |"
+    lines = [header, "|---|" + "---|" * len(run["sizes"])]
     for name in run["systems"]:
-        cells = [f"{row['total_ms']['median']:.2f}" for row in run["results"] if row["system"] == name and row["T"] in sizes]
+        cells = [f"{row['total_ms']['median']:.2f}" for row in run["results"] if row["system"] == name]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
