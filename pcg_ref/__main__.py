@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     split = commands.add_parser("split", parents=[model], help="the pieces of a model, as code")
-    split.add_argument("--layers", type=int, default=1, help="how many layers to write out (%(default)s); 0 for all")
-    split.add_argument("--boundaries", action="store_true", help="a table of the tensors that cross the cuts, in place of the code")
+    split.add_argument("--layers", type=_natural, default=1, help="how many layers to write out (%(default)s); 0 for all")
+    split.add_argument(
+        "--boundaries", action="store_true", help="the tensors that cross the cuts, in place of the code: bytes, owner, address"
+    )
     split.add_argument("--dot", metavar="FILE", help="write the drawing of the pieces as DOT text")
     split.add_argument("--svg", metavar="FILE", help="write the drawing of the pieces as SVG")
     split.set_defaults(run=_split)
@@ -103,6 +104,12 @@ def _buckets(text: str) -> list[int]:
     if min(sizes) < 2:
         raise argparse.ArgumentTypeError(f"{min(sizes)} cannot be captured; sizes start at 2")
     return sizes
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers; write 0 for all")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -161,13 +168,13 @@ def _split(options: argparse.Namespace) -> int:
     import torch
 
     from pcg_ref.demo_model import load
-    from pcg_ref.show import draw_split, split_text
+    from pcg_ref.show import boundary_text, draw_boundaries, draw_split, split_text
     from pcg_ref.splitting import split_graph
     from pcg_ref.strategies.tc_piecewise import trace_with_example
 
     subject = load(options.model, torch.device("cpu"), torch.float32)
     split_gm, items = split_graph(trace_with_example(subject.model, torch.device("cpu")).graph_module)
-    drawing = draw_split(split_gm, items, options.layers)
+    drawing = (draw_boundaries if options.boundaries else draw_split)(split_gm, items, options.layers)
     try:
         if options.dot:
             Path(options.dot).write_text(str(drawing), encoding="utf-8")
@@ -175,47 +182,9 @@ def _split(options: argparse.Namespace) -> int:
             drawing.save(options.svg)
     except (OSError, RuntimeError) as error:
         raise UserError(f"cannot write the drawing: {error}") from None
-    if options.boundaries:
-        print("\n".join(_boundary_table(split_gm, items, options.layers)))
-    elif not (options.dot or options.svg):
-        print(split_text(split_gm, items, options.layers))
+    if not (options.dot or options.svg):
+        print((boundary_text if options.boundaries else split_text)(split_gm, items, options.layers))
     return 0
-
-
-def _boundary_table(split_gm, items, layers: int) -> list[str]:
-    """The rows of ``pcg.boundaries`` that concern the first layers; parameters and buffers share a line a kind."""
-    from pcg_ref.boundaries import boundaries
-
-    eager = [item.graph_id for item in items if item.is_splitting_graph]
-    last = eager[layers - 1] + 1 if 0 < layers <= len(eager) else len(items)
-    lines = [f"{'tensor':<24} {'from':>6}  {'to':<22} {'shape':<18} {'dtype':<9} {'memory of':<13} address"]
-    folded: dict[str, int] = {}
-    hidden = 0
-    for row in boundaries(split_gm, items):
-        made_in = int(row.producer.removeprefix("submod_")) if row.producer.startswith("submod_") else -1
-        if row.owner in ("parameter", "buffer") and made_in < 0:
-            folded[row.owner] = folded.get(row.owner, 0) + 1
-        elif made_in > last:
-            hidden += 1
-        else:
-            name = row.name.removeprefix("l_").removesuffix("_")
-            shape = re.sub(r"\bs\d+\b", "T", f"[{', '.join(row.shape)}]") if row.shape is not None else ""
-            dtype = str(row.dtype).removeprefix("torch.")
-            way = f"{_piece(row.producer):>6}  {_pieces(row.consumers):<22}"
-            lines.append(f"{name:<24} {way} {shape:<18} {dtype:<9} {row.owner:<13} {row.address}")
-    for owner, count in folded.items():
-        name = f"({count} {owner}{'' if count == 1 else 's'})"
-        lines.append(f"{name:<24} {'input':>6}  {'':<22} {'':<18} {'':<9} {owner:<13} fixed")
-    return lines + ([f"... {hidden} more that later pieces make; --layers 0 shows all"] if hidden else [])
-
-
-def _piece(name: str) -> str:
-    return name.removeprefix("submod_")
-
-
-def _pieces(names: Sequence[str]) -> str:
-    shown = [_piece(name) for name in names]
-    return ", ".join(shown) if len(shown) <= 4 else f"{shown[0]}, {shown[1]} ... {shown[-1]} ({len(shown)})"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ class Arena:
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < start + memory.nbytes for start, memory in self._segments)
 
+    def fill(self, byte: int) -> None:
+        """Overwrite all of the memory, in use or not."""
+        for _, memory in self._segments:
+            torch.frombuffer(memory, dtype=torch.uint8).fill_(byte)
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory of this arena that does not keep its block.
 
@@ -51,12 +56,12 @@ class Arena:
         """An uninitialised tensor with the shape, strides and dtype of ``like``, in a block of its own."""
         extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride())) if like.numel() else 1
         nbytes = extent * like.element_size()
-        address, block = self._allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        block = self._allocate(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         # frombuffer keeps the memoryview alive for as long as any tensor uses the memory: its death is the block's.
         flat = torch.frombuffer(block, dtype=torch.uint8, count=nbytes).view(like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
-    def _allocate(self, nbytes: int) -> tuple[int, memoryview]:
+    def _allocate(self, nbytes: int) -> memoryview:
         while self._returned:
             self._release(*self._returned.pop())
         fitting = [(size, address) for address, size in self._free if size >= nbytes]
@@ -68,7 +73,7 @@ class Arena:
         if size > nbytes:
             bisect.insort(self._free, (address + nbytes, size - nbytes))
         start, memory = next((s, m) for s, m in self._segments if s <= address < s + m.nbytes)
-        return address, self._block(memory, address - start, nbytes, address)
+        return self._block(memory, address - start, nbytes, address)
 
     def _block(self, memory: memoryview, offset: int, nbytes: int, address: int) -> memoryview:
         block = memory[offset : offset + nbytes]

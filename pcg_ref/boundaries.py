@@ -20,6 +20,7 @@ _VERDICTS = {
     "parameter": "the model's: change it in place, never replace it",
     "buffer": "the model's: change it in place, never replace it",
     "fresh": "allocated anew at every call: the next graph would read the old address unless it is bridged",
+    "bridge": "allocated anew at every call, and copied to a buffer that stays: the graphs read the buffer",
     "unknown": "the graph carries no shapes, so that its memory cannot be followed; make it with trace()",
 }
 
@@ -34,8 +35,9 @@ class Boundary:
         consumers: The pieces that read it, and ``"output"``.
         shape: Its shape; dynamic sizes are symbols. ``None`` when the graph carries none.
         dtype: Its dtype, or ``None``.
-        owner: Whose memory it is: ``"graph pool"``, ``"allocation"``, ``"static input"``, ``"parameter"``, ``"buffer"``, ``"fresh"``
-            or ``"unknown"``. A view has its base's owner.
+        bytes: What its elements take, as an expression in the symbols of ``shape``, or ``None``.
+        owner: Whose memory it is: ``"graph pool"``, ``"allocation"``, ``"static input"``, ``"parameter"``, ``"buffer"``, ``"fresh"``,
+            ``"bridge"`` or ``"unknown"``. A view has its base's owner.
         address: ``"fixed"``, ``"fresh"`` or ``"unknown"``.
         verdict: The same in words.
     """
@@ -45,6 +47,7 @@ class Boundary:
     consumers: tuple[str, ...]
     shape: tuple[str, ...] | None
     dtype: torch.dtype | None
+    bytes: str | None
     owner: str
     address: str
     verdict: str
@@ -58,7 +61,8 @@ def boundaries(split_gm: fx.GraphModule, items: Sequence[SplitItem]) -> list[Bou
     """One row for each tensor that enters a piece or leaves one, in the order of the split module.
 
     Args:
-        split_gm: The split module of ``split_graph``.
+        split_gm: The split module of ``split_graph``, in which fresh results are ``"fresh"``, or of a ``PiecewiseModel``, which gives
+            each a ``"bridge"``.
         items: Its pieces.
 
     Returns:
@@ -74,16 +78,15 @@ def boundaries(split_gm: fx.GraphModule, items: Sequence[SplitItem]) -> list[Bou
         elif node.op == "call_module":
             item = pieces[node.target]
             made = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)  # the piece's own nodes, which carry name and shape
-            for (inner, outer, name), owner in zip(results(pieces, node, made), _owners(item, node, owners, len(made))):
+            bridged = hasattr(split_gm.get_submodule(node.target), "bridges")
+            for (inner, outer, name), owner in zip(results(pieces, node, made), _owners(item, node, owners, len(made), bridged)):
                 if outer is not None:
                     owners[outer] = owner
                     _add_row(rows, inner, outer, item.submod_name, owner, name)
     return rows
 
 
-def results(
-    pieces: Mapping[str, SplitItem], call: fx.Node, made: Sequence[fx.Node]
-) -> list[tuple[fx.Node, fx.Node | None, str]]:
+def results(pieces: Mapping[str, SplitItem], call: fx.Node, made: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node | None, str]]:
     """For each result of a piece its node in the piece, its node in the split module (``None`` if unused), and its name.
 
     # subtle: split_module numbers a piece's own nodes anew, so that "query" becomes "cat"; the piece that reads it keeps the name.
@@ -100,11 +103,12 @@ def results(
     return found
 
 
-def _owners(item: SplitItem, call: fx.Node, owners: dict[fx.Node, str], count: int) -> list[str]:
+def _owners(item: SplitItem, call: fx.Node, owners: dict[fx.Node, str], count: int, bridged: bool) -> list[str]:
     found = effects(item.graph)
     if found is None:
         return ["unknown"] * count
-    new = "fresh" if item.is_splitting_graph else "graph pool" if found.launches else "allocation"
+    fresh = "bridge" if bridged else "fresh"
+    new = fresh if item.is_splitting_graph else "graph pool" if found.launches else "allocation"
     return [new if source is None else owners.get(call.args[source], new) for source in found.sources]
 
 
@@ -114,5 +118,6 @@ def _add_row(rows: list[Boundary], node: fx.Node, outer: fx.Node, producer: str,
     if not consumers or (value is not None and not isinstance(value, torch.Tensor)):
         return
     shape = tuple(str(size) for size in value.shape) if value is not None else None
+    size = str(value.numel() * value.element_size()) if value is not None else None
     address = {"fresh": "fresh", "unknown": "unknown"}.get(owner, "fixed")
-    rows.append(Boundary(name, producer, consumers, shape, getattr(value, "dtype", None), owner, address, _VERDICTS[owner]))
+    rows.append(Boundary(name, producer, consumers, shape, getattr(value, "dtype", None), size, owner, address, _VERDICTS[owner]))

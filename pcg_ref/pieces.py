@@ -22,6 +22,7 @@ from pcg_ref.ops import python_body
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment
 from pcg_ref.splitting import SplitItem
+from pcg_ref.tracing import source_line
 
 
 @dataclass
@@ -145,9 +146,10 @@ class PiecewiseBackend(nn.Module):
         tensors = [(node, a.data_ptr()) for node, a in zip(placeholders, args) if isinstance(a, torch.Tensor)]
         for (node, address), captured in zip(tensors, entry.input_addresses):
             if address != captured:
+                reader = next((str(user.target) for user in node.users), "nothing")
                 raise RuntimeError(
-                    f"input {node.name} of {self.name} is at {address:#x}, and was at {captured:#x} when size {entry.runtime_shape} was "
-                    f"captured; its graph reads the old address"
+                    f"input {node.name} of {self.name}, first read by {reader}, is at {address:#x}, and was at {captured:#x} when size "
+                    f"{entry.runtime_shape} was captured; its graph reads the old address\n  at {source_line(node)}"
                 )
 
 
@@ -157,7 +159,11 @@ class EagerPiece(nn.Module):
     def __init__(self, item: SplitItem, shared: Shared) -> None:
         super().__init__()
         self.name, self.shared, self.graph = item.submod_name, shared, item.graph
-        self.bridges = {size: Bridge(f"{self.name} ({operators(item.graph)})") for size in shared.capture_sizes}
+        nodes = item.graph.graph.nodes
+        where = next((source_line(node) for node in nodes if node.op == "call_function"), "")
+        tensors = [n.name for n in nodes if n.op == "placeholder" and isinstance(n.meta.get("example_value"), torch.Tensor)]
+        name = f"{self.name} ({operators(item.graph)})"
+        self.bridges = {size: Bridge(name, where=where, arguments=tensors) for size in shared.capture_sizes}
 
     def forward(self, *args):
         bridge = self.bridges.get(self.shared.size)

@@ -17,7 +17,7 @@ from pcg_ref.pieces import ConcreteSizeEntry, EagerPiece, Event, PiecewiseBacken
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.splitting import SplitItem, split_graph
-from pcg_ref.tracing import Trace
+from pcg_ref.tracing import Trace, source_line
 
 
 class PiecewiseModel:
@@ -34,7 +34,8 @@ class PiecewiseModel:
         on_fresh_output: ``"bridge"`` copies a split operator's fresh result to a buffer that stays; ``"error"`` refuses it here.
         pool: Memory for the graphs; one of its own by default.
         allow_none: Accept a model without a split operator, as one piece.
-        debug: Before a stitched replay compare the address of every tensor input of every piece with that at capture.
+        debug: At every stitched replay poison the pool first, and compare the address of every tensor input of every piece with that at
+            capture. Slow.
 
     Attributes:
         split_module: The FX graph whose submodules are the pieces.
@@ -108,6 +109,8 @@ class PiecewiseModel:
         shared.size = int(flat[self._dynamic[0]].shape[self._dynamic[1]])
         if shared.size in self._inputs:
             self._check_inputs(flat)
+            if shared.debug:
+                self.pool.poison()
             return self.split_module(*flat)
         if not self._ready_to_capture():
             return self.split_module(*flat)
@@ -141,6 +144,7 @@ class PiecewiseModel:
             return
         i = next(i for i, (old, new) in enumerate(zip(captured, now)) if old != new)
         name, size = self.trace.input_names[i], self._shared.size
+        where = source_line(self.trace.graph_module.graph.find_nodes(op="placeholder")[i])
         if not isinstance(flat[i], torch.Tensor):
             raise RuntimeError(f"{name} is {now[i]}, and was {captured[i]} when size {size} was captured; it is frozen into the graphs")
         if captured[i][0] == now[i][0]:
@@ -150,7 +154,7 @@ class PiecewiseModel:
             )
         raise RuntimeError(
             f"{name} is at {now[i][0]:#x}, and was at {captured[i][0]:#x} when size {size} was captured; the graphs read the old "
-            f"address. Copy into the captured tensor ({name}.copy_), or build and capture anew"
+            f"address. Copy into the captured tensor ({name}.copy_), or build and capture anew\n  first read at {where}"
         )
 
     def capture(self, *args) -> SegmentSequence:

@@ -80,6 +80,14 @@ class GraphPool:
         own = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in self._handles]
         return [(s["address"], s["address"] + s["total_size"]) for s in own]
 
+    def poison(self) -> None:
+        """Fill the pool with bytes of 255, NaN in every floating dtype, so that what a replay reads without having written it shows."""
+        if self.stream is None:
+            self.arena.fill(255)
+            return
+        for start, end in self._device_segments():
+            torch.as_tensor(_DeviceMemory(start, end - start), device=self.device).fill_(255)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is this pool's."""
         if self.stream is None:

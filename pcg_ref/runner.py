@@ -18,11 +18,11 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import ParameterWatch, Writes, preserved_buffers
+from pcg_ref.state import AttributeWatch, ParameterWatch, Writes, preserved_state
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
-from pcg_ref.tracing import RecompileError
+from pcg_ref.tracing import RecompileError, module_of
 
 # subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else, so that a runner made there would
 # be unusable outside. Nothing is made in it, whatever the caller does.
@@ -45,11 +45,13 @@ class PrefillRunner:
         max_padding_factor: A batch whose bucket has more than this many rows for each token runs eagerly.
         copy_output: Return a copy. Without it ``run`` returns graph memory, valid until the next ``run``.
         on_fresh_output: ``"bridge"`` or ``"error"``, for a split operator that returns fresh tensors.
-        on_recompile: For stitched replay: ``"error"`` raises ``RecompileError``, ``"eager"`` runs that batch eagerly and reports it.
+        on_recompile: When what the graphs froze has changed: ``"error"`` raises ``RecompileError``, ``"eager"`` runs that batch eagerly
+            and reports it.
         on_oversize: For a batch that no bucket fits: ``"eager"``, or ``"error"`` for a ``ValueError``.
         max_requests: For ``full``: request slots in the graph; a batch with more runs eagerly.
-        debug: Compare addresses before every replay: all parameters and buffers, and for ``tc_piecewise``, which is then replayed
-            stitched, guards included, every tensor input of every piece. Slow.
+        debug: Before every replay compare the addresses of all parameters and buffers, and fill graph memory with NaN, so that a read of
+            what was not written anew shows. ``tc_piecewise`` is then replayed stitched, guards included, and the addresses of every tensor
+            input of every piece and of what every eager segment writes are compared. Slow.
 
     Raises:
         ValueError: An unknown choice, or buckets that cannot be captured.
@@ -103,8 +105,8 @@ class PrefillRunner:
         self.sequences: dict[int, SegmentSequence] = {}
         self._ascending: list[int] = []  # the captured sizes
         self.implementation = None
-        self._watch = ParameterWatch(model)
-        self._stateful = False  # whether the forward writes to buffers of the model
+        self._watch, self._attributes = ParameterWatch(model), AttributeWatch(model)
+        self._stateful = False  # whether the forward writes to tensors of the model
         self._replays: Counter[int] = Counter()
         self._eager: Counter[str] = Counter()
         self._capture_ms: dict[int, float] = {}
@@ -124,16 +126,17 @@ class PrefillRunner:
             Exception: Whatever tracing, compilation or capture raises. Buckets captured before it keep working, the others run
                 eagerly; calling ``capture`` again goes on where it stopped.
 
-        Side effects: runs the model on zeros. Its registered buffers are restored afterwards, other state it keeps is not.
+        Side effects: runs the model on zeros. Tensors of its state (see ``preserved_state``) are restored afterwards, Python attributes
+            that its forward sets are not.
         """
         if self.strategy == "eager":
             return self.report()
         writes = Writes()
         try:
-            with preserved_buffers(self.model, writes), gc_held_off(), torch.no_grad():
+            with preserved_state(self.model, writes), gc_held_off(), torch.no_grad():
                 self._capture_remaining(progress)
         finally:
-            self._stateful = self._stateful or bool(writes.buffers)
+            self._stateful = self._stateful or bool(writes.state)
         if writes.parameters:
             self.sequences, self._ascending, self.implementation = {}, [], None
             raise RuntimeError(
@@ -149,9 +152,12 @@ class PrefillRunner:
             self._watch.check()  # an earlier call captured some: all buckets must read the same weights
         else:
             self._watch.remember()
+        names = self.implementation.guarded_names()
         for bucket in _bar([b for b in reversed(self.buckets) if b not in self.sequences], progress):
             start, before = time.perf_counter(), self.pool.bytes
+            self._attributes.remember(names)
             sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
+            self._attributes.settle()
             _require_hidden(sequence.output, bucket)
             self.sequences[bucket] = sequence
             self._ascending = sorted(self.sequences)
@@ -168,8 +174,8 @@ class PrefillRunner:
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
 
-        Flat replay runs none of the model's Python: attributes, ``train()`` or ``eval()`` and hooks are those of capture. A runner is for
-        one thread at a time.
+        Flat replay runs none of the model's Python and checks none of its guards: hooks, globals and what attributes refer to in turn are
+        those of capture. That a module's attribute itself has changed is noticed. A runner is for one thread at a time.
 
         Returns:
             ``[T, D]``, the real rows. The caller's to keep; with ``copy_output=False`` it is graph memory, valid until the next call.
@@ -179,31 +185,38 @@ class PrefillRunner:
                 longer than the model allows, or no bucket fits it and ``on_oversize="error"``. Nothing was written.
             RuntimeError: A parameter or buffer has moved since capture; the message names it. No state was written, and what the stale
                 weights gave is dropped.
-            RecompileError: Stitched replay met a failed guard and ``on_recompile="error"``.
+            RecompileError: An attribute that the graphs depend on has changed, or stitched replay met a failed guard, and
+                ``on_recompile="error"``.
         """
         self._validate(batch)
         bucket, reason = self._choose_bucket(batch)
         if bucket is None:
             return self._run_eagerly(batch, reason)
+        # The checks come when the device has its work: looking at every weight takes the host as long as a few layers. Nothing but graph
+        # memory was written then, and the watch keeps the captured weights alive, so that stale ones are old numbers and no illegal
+        # access. A model that keeps state is looked at before it is written.
         check_first = self._stateful or self.debug
-        if check_first:
-            self._watch.check()
         try:
+            if check_first:
+                self._check_model(bucket)
             hidden = self._replay(batch, bucket)
+            rows = hidden[: batch.num_tokens]
+            # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
+            rows = rows.clone() if self.copy_output else rows
+            if not check_first:
+                self._check_model(bucket)
         except RecompileError as error:
             if self.on_recompile == "error":
                 raise
             return self._run_eagerly(batch, f"recompile: {error.guard}")
-        rows = hidden[: batch.num_tokens]
-        # subtle: the rows are weak references into graph memory, and the next replay of any bucket overwrites them.
-        rows = rows.clone() if self.copy_output else rows
-        if not check_first:
-            # Only now, when the device has its work: looking at every parameter takes the host as long as a few layers. Nothing but
-            # graph memory was written, and the watch keeps the captured weights alive, so that stale ones are old numbers and no
-            # illegal access.
-            self._watch.check()
         self._replays[bucket] += 1
         return rows
+
+    def _check_model(self, bucket: int) -> None:
+        self._watch.check()
+        if change := self._attributes.change():
+            self.implementation.check_guards(change, self._tokens[:bucket], self._positions[:bucket])
+            self._attributes.accept()
 
     def _choose_bucket(self, batch: PackedBatch) -> tuple[int | None, str | None]:
         if self.strategy == "eager":
@@ -220,6 +233,8 @@ class PrefillRunner:
         with self.implementation.context(batch, bucket):
             if self.strategy == "tc_piecewise" and (self.replay == "stitched" or self.debug):
                 return self.implementation.piecewise(self._tokens[:bucket], self._positions[:bucket])
+            if self.debug:
+                self.pool.poison()
             return self.sequences[bucket].replay()
 
     def _run_eagerly(self, batch: PackedBatch, reason: str) -> torch.Tensor:
@@ -261,7 +276,7 @@ def _choose(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _device_of(model: Callable) -> torch.device:
-    module = getattr(model, "__self__", model)
+    module = module_of(model)
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     return tensors[0].device if tensors else torch.device("cpu")
 

@@ -5,7 +5,7 @@ Replay is a loop. Whatever found the boundaries (a compiler, the capture itself,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,15 +38,17 @@ class Bridge:
     it returns in fresh memory is somewhere else each time, and is copied to a buffer that stays.
 
     Args:
-        name: For messages.
+        name: What is called, for messages.
         on_fresh_output: ``"bridge"``, or ``"error"`` to refuse fresh results.
+        where: The user's line, for messages.
+        arguments: Names of the tensor arguments, for messages.
 
     Attributes:
         buffers: The buffers, by the result's place among the results.
     """
 
-    def __init__(self, name: str, on_fresh_output: str = "bridge") -> None:
-        self.name, self.on_fresh_output = name, on_fresh_output
+    def __init__(self, name: str, on_fresh_output: str = "bridge", where: str = "", arguments: Sequence[str] = ()) -> None:
+        self.name, self.on_fresh_output, self.where, self.arguments = name, on_fresh_output, where, arguments
         self.buffers: dict[int, torch.Tensor] = {}
         self._constants: dict[int, object] | None = None
         self._places: dict[int, tuple | None] = {}
@@ -56,29 +58,43 @@ class Bridge:
 
         Raises:
             RuntimeError: Fresh memory under ``"error"``; a tensor of another shape or dtype, or in another argument's memory, than at the
-                first call; or a result that is no tensor and has changed, because the graphs have its first value in them.
+                first call; an argument that the function gave other memory; or a result that is no tensor and has changed, because the
+                graphs have its first value in them.
         """
+        tensors = [(i, leaf) for i, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        before = [_place(tensor) for _, tensor in tensors]
         leaves, spec = tree_flatten(function(*args, **kwargs))
-        memory = {_address(leaf): i for i, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)}
+        if (after := [_place(tensor) for _, tensor in tensors]) != before:
+            self._refuse_moved(before, after)
+        memory = {address: i for (address, _, _), (i, _) in zip(before, tensors)}
         constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
         if self._constants is not None and constants != self._constants:
-            raise RuntimeError(
+            raise self._error(
                 f"{self.name} returned {constants}, and {self._constants} when the graphs were captured; a value that changes must be "
                 f"a tensor"
             )
         self._constants = constants
         fresh = [_address(leaf) for i, leaf in enumerate(leaves) if i not in constants and _address(leaf) not in memory and leaf.numel()]
         if len(set(fresh)) < len(fresh):
-            raise RuntimeError(f"{self.name} returns several tensors in the same fresh memory, which buffers would part; return copies")
+            raise self._error(f"{self.name} returns several tensors in the same fresh memory, which buffers would part; return copies")
         kept = [leaf if i in constants else self._settle(i, leaf, memory.get(_address(leaf))) for i, leaf in enumerate(leaves)]
         return tree_unflatten(kept, spec)
+
+    def _refuse_moved(self, before: list[tuple], after: list[tuple]) -> None:
+        i = next(i for i, (old, new) in enumerate(zip(before, after)) if old != new)
+        name = self.arguments[i] if i < len(self.arguments) else f"tensor argument {i}"
+        (old, _, shape), (new, _, new_shape) = before[i], after[i]
+        raise self._error(
+            f"{self.name} gave {name} other memory: it is at {new:#x} with shape {list(new_shape)}, and was at {old:#x} with {list(shape)}; "
+            f"the graphs read the old address. Write into it (copy_) instead of set_, resize_ or .data"
+        )
 
     def _settle(self, i: int, result: torch.Tensor, argument: int | None) -> torch.Tensor:
         # subtle: a function may return its argument for one batch and something new for the next; the graph reads one place.
         view = (argument, result.storage_offset(), result.shape, result.stride(), result.dtype)
         place = None if argument is None else view
         if self._places.setdefault(i, place) != place:
-            raise RuntimeError(
+            raise self._error(
                 f"result {i} of {self.name} is {'fresh memory' if place is None else 'a view of an argument'} now, and was another place "
                 f"when the graphs were captured; return fresh memory always, or always the same view"
             )
@@ -86,7 +102,7 @@ class Bridge:
 
     def _keep(self, i: int, result: torch.Tensor) -> torch.Tensor:
         if self.on_fresh_output == "error":
-            raise RuntimeError(
+            raise self._error(
                 f"{self.name} returns fresh memory, and the next graph would read the old address: let it write into an argument, or "
                 f"allow on_fresh_output='bridge'"
             )
@@ -95,15 +111,22 @@ class Bridge:
             # A real allocation outside every pool: no captured segment produces it, so nothing may reuse it.
             buffer = self.buffers[i] = torch.empty_like(result)  # keeps the strides unless they overlap, as an expanded tensor's do
         if (buffer.shape, buffer.dtype) != (result.shape, result.dtype):
-            raise RuntimeError(
+            raise self._error(
                 f"result {i} of {self.name} is {result.dtype} {list(result.shape)}, and was {buffer.dtype} {list(buffer.shape)} when "
                 f"the graphs were captured; shapes are frozen"
             )
         return buffer.copy_(result)
 
+    def _error(self, message: str) -> RuntimeError:
+        return RuntimeError(f"{message}\n  at {self.where}" if self.where else message)
+
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    return _address(tensor), tensor.storage_offset(), tensor.shape
 
 
 @dataclass(frozen=True, eq=False)

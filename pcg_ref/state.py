@@ -1,26 +1,36 @@
-"""What a model owns beside its inputs: parameters whose addresses the graphs hold, and buffers that a warm-up could change."""
+"""What a model owns beside its inputs: weights whose addresses the graphs hold, Python values that they froze, state that a warm-up
+could change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import operator
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from pcg_ref.tracing import module_of
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}  # hooks and the dictionaries of submodules, parameters and buffers
 
 
 def _slots(model: Callable) -> list[tuple[str, dict, str]]:
     """Where each submodule, parameter and buffer is kept: its name, and the dictionary and key that hold it."""
-    module = getattr(model, "__self__", model)
-    if not isinstance(module, nn.Module):
-        return []
     return [
         (f"{prefix}.{key}" if prefix else key, owner, key)
-        for prefix, child in module.named_modules()
+        for prefix, child in _named_modules(model)
         # The dictionaries themselves: looking names up costs more than the check.
         for owner in (child._modules, child._parameters, child._buffers)
         for key in owner  # also one that holds None: a bias may come later
     ]
+
+
+def _named_modules(model: Callable) -> Iterable[tuple[str, nn.Module]]:
+    module = module_of(model)
+    return module.named_modules() if isinstance(module, nn.Module) else ()
 
 
 class ParameterWatch:
@@ -67,42 +77,135 @@ class ParameterWatch:
 
 
 def _identity(value: torch.Tensor | None) -> int:
-    return 0 if value is None else value.data_ptr()
+    if value is None:
+        return 0
+    return value.data_ptr() if value.layout is torch.strided else id(value)
+
+
+class AttributeWatch:
+    """Notices a Python attribute of a module that has another value than at capture, by which the model would now compute something else.
+
+    Looks at the attributes themselves and not at what they refer to in turn: a list that has grown or a field of a configuration object
+    is seen by the guards of a stitched replay alone. What the forward changes by itself at every call is left out.
+    """
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+        self.remember(names=())
+
+    def remember(self, names: Iterable[str] | None = None) -> None:
+        """Take the values of now as those of capture.
+
+        Args:
+            names: Attributes to look at; all by default.
+        """
+        self._names = names
+        self._take(self._find(), set())
+
+    def settle(self) -> None:
+        """The same after a forward; what has changed since ``remember`` is the forward's own, and is looked at no more."""
+        found = self._find()
+        self._take(found, {slot for slot in found if slot in self._values and self._values[slot][1] is not found[slot][1]})
+
+    def accept(self) -> None:
+        """Take the values of now, because what has changed makes no difference."""
+        self._take(self._find(), self._changing)
+
+    def _find(self) -> dict[tuple[str, str], tuple[dict, object]]:
+        return {
+            (prefix, key): (vars(child), value)
+            for prefix, child in _named_modules(self.model)
+            for key, value in vars(child).items()
+            if key not in _OF_EVERY_MODULE and (self._names is None or key in self._names)
+        }
+
+    def _take(self, found: dict[tuple[str, str], tuple[dict, object]], changing: set[tuple[str, str]]) -> None:
+        self._values, self._changing = found, changing  # (module, attribute) -> the dictionary that keeps it, its value
+        watched = [slot for slot in found if slot not in changing]
+        self._owners, self._keys = [found[slot][0] for slot in watched], [key for _, key in watched]
+        self._expected = [found[slot][1] for slot in watched]
+
+    def change(self) -> str | None:
+        """The first attribute that has changed, with both values in words, or ``None``."""
+        current = list(map(dict.get, self._owners, self._keys))
+        # subtle: by identity, with map and in C. Values are compared only after that, because an equal number may be another object.
+        if all(map(operator.is_, current, self._expected)):
+            return None
+        for (prefix, key), owner in ((slot, self._values[slot][0]) for slot in self._values if slot not in self._changing):
+            old, new = self._values[prefix, key][1], owner.get(key)
+            if new is not old and not _equal(new, old):
+                name = f"{prefix}.{key}" if prefix else key
+                return f"{name} was {_word(old)} at capture and is {_word(new)}"
+        return None
+
+
+def _equal(new: object, old: object) -> bool:
+    """Plain values by value; anything else is what it was only if it is the same object."""
+    return type(new) is type(old) and isinstance(new, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)) and new == old
+
+
+def _word(value: object) -> str:
+    text = f"{value.dtype} {list(value.shape)} at {_identity(value):#x}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 class Writes:
-    """The names of the buffers and of the parameters that a block has written to."""
+    """The names of the tensors of state and of the parameters that a block has written to."""
 
     def __init__(self) -> None:
-        self.buffers: list[str] = []
+        self.state: list[str] = []
         self.parameters: list[str] = []
 
 
-@contextmanager
-def preserved_buffers(model: Callable, writes: Writes):
-    """Put every registered buffer of the model back to its value when the block ends, also by an exception.
+def _named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
+    """Registered buffers, tensors in attributes (also in lists and dictionaries), and what a function closes over."""
+    for prefix, child in _named_modules(model):
+        attributes = {key: value for key, value in vars(child).items() if key not in _OF_EVERY_MODULE}
+        for key, value in [*child._buffers.items(), *attributes.items()]:
+            yield from ((f"{prefix}.{key}" if prefix else key, leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if inspect.isfunction(function := module_of(model)):
+        for key, value in inspect.getclosurevars(function).nonlocals.items():
+            yield from ((key, leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
-    Parameters are not copied, being most of the memory; that one was written to is only reported.
+
+@contextmanager
+def preserved_state(model: Callable, writes: Writes):
+    """Put every tensor of the model's state back to its value when the block ends, also by an exception.
+
+    State is what is registered as a buffer, tensors in attributes of modules, also in lists and dictionaries, and tensors that a function
+    closes over. Parameters are not copied, being most of the memory; that one was written to is only reported.
 
     Args:
-        model: A module or a method of one; for any other callable nothing is done.
+        model: The module or function.
         writes: Filled in when the block ends.
     """
-    module = getattr(model, "__self__", model)
-    if not isinstance(module, nn.Module):
-        yield
-        return
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    named = [(writes.parameters, *item) for item in module.named_parameters()]
-    named += [(writes.buffers, *item) for item in module.named_buffers()]
+    state = [(name, tensor) for name, tensor in _named_state(model) if not isinstance(tensor, nn.Parameter)]
+    module = module_of(model)
+    parameters = list(module.named_parameters()) if isinstance(module, nn.Module) else []
     # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.
-    versions = [(names, name, tensor, tensor._version) for names, name, tensor in named if not tensor.is_inference()]
+    versions = [
+        (names, name, tensor, tensor._version)
+        for names, tensors in ((writes.state, state), (writes.parameters, parameters))
+        for name, tensor in tensors
+        if not tensor.is_inference()
+    ]
+    with preserved(tensor for _, tensor in state):
+        try:
+            yield
+        finally:
+            for names, name, tensor, version in versions:
+                if tensor._version != version and name not in names:
+                    names.append(name)
+
+
+@contextmanager
+def preserved(tensors: Iterable[torch.Tensor]):
+    """Put the memory of ``tensors`` back to its contents when the block ends, also by an exception."""
+    # Storages, because an expanded tensor cannot be copied into, and views would be copied more than once.
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.layout is torch.strided}
+    saved = [(storage, storage.clone()) for storage in storages.values()]
     try:
         yield
     finally:
-        for names, name, tensor, version in versions:
-            if tensor._version != version:
-                names.append(name)
-        with torch.inference_mode():  # where both kinds of tensors may be written
-            for buffer, value in values:
-                buffer.copy_(value)
+        for storage, contents in saved:
+            storage.copy_(contents)

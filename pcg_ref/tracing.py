@@ -9,8 +9,10 @@ does not cut, compile or capture anything.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import re
 import types
 import weakref
@@ -25,15 +27,15 @@ class TraceError(RuntimeError):
 
 
 class RecompileError(RuntimeError):
-    """A guard failed on a frozen trace. Nothing was traced or run.
+    """What the graphs were made for no longer holds. Nothing was traced or captured.
 
     Attributes:
-        guard: The guard that failed, as Dynamo writes it.
+        guard: The guard that failed, as Dynamo writes it; without a trace, the attribute that has changed.
     """
 
     def __init__(self, guard: str) -> None:
         super().__init__(
-            f"these inputs or the model's state need a second trace, and the graphs belong to the first.\n"
+            f"these inputs or the model's state need another trace or capture, and the graphs belong to the first.\n"
             f"Guard that failed: {guard}\n"
             f"Restore the state, make it a tensor input, or build and capture anew."
         )
@@ -95,10 +97,7 @@ class Trace:
         return run
 
     def _input_name(self, node: fx.Node, value: object) -> str:
-        module = self.model
-        while isinstance(module, functools.partial):
-            module = module.func
-        module = getattr(module, "__self__", module)
+        module = module_of(self.model)
         if isinstance(value, nn.Parameter):
             node.meta["owner"] = "parameter"  # also one that a traced function only closes over
         if isinstance(module, nn.Module) and isinstance(value, torch.Tensor):
@@ -136,6 +135,24 @@ class Trace:
     def freeze(self) -> None:
         """From now on a failed guard is a ``RecompileError`` and no second trace."""
         self._frozen = True
+
+    def check_guards(self, *args) -> None:
+        """Raises ``RecompileError`` if the trace is frozen and these arguments, or the state of now, fail its guards. Runs nothing."""
+
+        def stop(*flat_inputs):
+            raise _Traced
+
+        with contextlib.suppress(_Traced):
+            self.call(stop, *args)
+
+    def guarded_names(self) -> frozenset[str] | None:
+        """Every name of an attribute that a guard reads, and others; ``None`` if torch does not tell."""
+        try:
+            function = getattr(self._function, "__func__", self._function)
+            entry = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)[0]  # private: as below
+            return frozenset(re.findall(r"\w+", str(entry.guard_manager)))
+        except Exception:
+            return None
 
     @torch.no_grad()
     def _failed_guard(self, args: Sequence) -> str:
@@ -220,6 +237,13 @@ def _dynamic_tensors(model: Callable, args: Sequence, dynamic_dims: Mapping | No
     return marked
 
 
+def module_of(model: Callable) -> Callable:
+    """The module behind a model that is a method of one, or a ``functools.partial`` of either; else the model itself."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    return getattr(model, "__self__", model)
+
+
 def with_own_code(model: Callable) -> Callable:
     """The function to trace, as a copy with a code object of its own.
 
@@ -237,11 +261,22 @@ def with_own_code(model: Callable) -> Callable:
     return copy
 
 
+def source_line(node: fx.Node) -> str:
+    """The user's line that a node comes from (of a placeholder: that first reads it), as ``file:line (code)``."""
+    frames = _frames(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(os.path.dirname(torch.__file__))]
+    return "{}:{} ({})".format(*(own or frames)[-1]) if frames else "a line that torch does not name"
+
+
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    return re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', stack)
+
+
 def _explain(error: Exception) -> Exception:
     if not type(error).__module__.startswith(("torch._dynamo", "torch.fx")):
         return error  # the user's own exception
     text = str(error).split("User stack:")
-    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', text[-1])
+    frames = _frames(text[-1])
     if stack := getattr(error, "real_stack", None):  # private: most of Dynamo's errors carry the user's stack here
         frames = [(frame.filename, frame.lineno, frame.line) for frame in stack]
     where = "{}:{} ({})".format(*frames[-1]) if frames else "a line that torch does not name"

@@ -66,6 +66,26 @@ def test_a_row_says_it_in_words(split):
     assert next(row for row in pcg.boundaries(*split) if row.producer == "submod_0").consumer == "submod_1, submod_4, submod_5"
 
 
+def test_bytes_are_those_of_the_tensors(split):
+    a, b = (next(row for row in pcg.boundaries(*split) if row.producer == producer) for producer in ("submod_0", "submod_1"))
+    symbol = a.shape[0]
+    for row in (a, b):
+        assert eval(row.bytes, {symbol: 7}) == torch.zeros(7, WIDTH).nbytes
+
+
+def test_a_piecewise_model_bridges_what_is_fresh():
+    """Its boundaries say so, and the bridge has that many bytes."""
+    piecewise = pcg.PiecewiseModel(pcg.trace(Model(), torch.randn(6, WIDTH)), OPS, capture_sizes=[4])
+    rows = pcg.boundaries(piecewise.split_module, piecewise.items)
+    before = pcg.boundaries(*pcg.split_graph(piecewise.trace.graph_module, OPS))
+    assert [row.owner.replace("bridge", "fresh") for row in rows] == [row.owner for row in before]
+    bridged = [row for row in rows if row.owner == "bridge"]
+    assert len(bridged) == 2 and all(row.address == "fixed" and "buffer that stays" in row.verdict for row in bridged)
+    sequence = piecewise.capture(torch.randn(4, WIDTH))
+    symbol = rows[0].shape[0]
+    assert sequence.bridged_bytes() == sum(eval(row.bytes, {symbol: 4}) for row in bridged)
+
+
 def test_the_owners_are_where_the_addresses_say():
     """What is called an input's memory has that input's address when the split module runs, and nothing else has."""
     model = Model()

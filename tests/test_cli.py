@@ -235,21 +235,25 @@ def test_split_prints_the_pieces(capsys):
 
 def test_split_prints_the_boundaries_with_the_parameters_folded(capsys):
     assert main(["split", "--model", "tiny", "--boundaries", "--layers", "0"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table, verdicts = capsys.readouterr().out.split("\n\n")
+    rows = [line.split() for line in table.splitlines()]
     names = [row[0] for row in rows[1:]]
     parameters = len(list(TinyDecoder().parameters())) - 1
     assert sorted(row[:3] for row in rows[-2:]) == [["(1", "buffer)", "input"], [f"({parameters}", "parameters)", "input"]]
     assert names.count("tokens") == names.count("positions") == 1 and not any("norm1" in name for name in names)
     attended = next(row for row in rows if row[0] == "attended")
-    assert attended == ["attended", "0", "1,", "2", "[T,", "4,", "8]", "float32", "graph", "pool", "fixed"]
+    assert attended == ["attended", "0", "1,", "2", "[T,", "4,", "8]", "float32", "128*T", "graph", "pool", "stays"]
+    assert {line.split(":")[0] for line in verdicts.splitlines()} == {"static input", "graph pool", "parameter", "buffer"}
     assert main(["split", "--model", "tiny", "--boundaries"]) == 0
-    shorter = capsys.readouterr().out.splitlines()
+    shorter = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert len(shorter) - 1 + int(shorter[-1].split()[1]) == len(rows), "a tensor is neither shown nor counted"
 
 
 def test_split_writes_the_drawing(capsys, tmp_path):
     assert main(["split", "--model", "tiny", "--dot", str(tmp_path / "split.dot")]) == 0
-    assert (tmp_path / "split.dot").read_text().startswith("digraph")
+    assert (tmp_path / "split.dot").read_text().startswith("digraph split")
+    assert main(["split", "--model", "tiny", "--boundaries", "--dot", str(tmp_path / "boundaries.dot")]) == 0
+    assert (tmp_path / "boundaries.dot").read_text().startswith("digraph boundaries")
     assert_one_line(capsys, ["split", "--model", "tiny", "--dot", str(tmp_path / "nowhere" / "split.dot")], "cannot write")
 
 

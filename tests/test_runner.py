@@ -61,6 +61,28 @@ class Small(nn.Module):
         return (mixed @ self.linear.weight[:WIDTH]) * self.scale
 
 
+@pcg.register_split_op()
+@pcg.register_custom_op(mutates_args=["output"])
+def rn_moves(x: torch.Tensor, output: torch.Tensor) -> None:
+    if Moves.moved:
+        output.set_(torch.empty_like(output))
+    output.copy_(x)
+
+
+class Moves(nn.Module):
+    moved = False
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+
+    def forward(self, tokens, positions):
+        hidden = self.embed(tokens)
+        mixed = torch.empty_like(hidden)
+        rn_moves(hidden * 2, mixed)
+        return mixed + 1
+
+
 def tiny(device, **changes):
     shape = dict(vocab_size=VOCAB, width=WIDTH, layers=1, heads=4, kv_heads=2, mlp_width=24)
     return pcg.TinyDecoder(**(shape | changes)).to(device)
@@ -434,8 +456,44 @@ def test_debug_finds_a_piece_whose_input_has_moved(device):
     runner = captured(tiny(device), "tc_piecewise", "flat", [8], debug=True)
     entry = runner.implementation.piecewise.entries[0][8]
     entry.output = tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in entry.output)  # as a bug of the pool would do
-    with pytest.raises(RuntimeError, match=r"input \w+ of submod_2 is at 0x\w+, and was at 0x"):
+    message = r"input \w+ of submod_2, first read by \w+, is at 0x\w+, and was at 0x\w+ when size 8 .*\n.*tiny\.py:\d+ \("
+    with pytest.raises(RuntimeError, match=message):
         runner.run(batch_of([8], 1, device))
+
+
+@over(CAPTURED)
+def test_debug_shows_what_was_not_written_anew(strategy, replay, device):
+    """A graph that is left out, as a wrong order of pieces would do: its stale numbers look right, and are NaN with debug."""
+    for debug in (False, True):
+        runner = captured(tiny(device), strategy, replay, [8], debug=debug)
+        batch = batch_of([5, 3], 1, device)
+        runner.run(batch)
+        if strategy == "tc_piecewise" and (replay == "stitched" or debug):
+            runner.implementation.piecewise.entries[0][8].cudagraph.replay = lambda: None
+        else:
+            runner.sequences[8]._steps[0] = lambda: None
+        hidden = runner.run(batch)
+        assert hidden.isnan().any() == debug
+
+
+def test_debug_finds_an_eager_segment_that_moves_what_it_writes(device):
+    runner = captured(Moves().to(device), "tc_piecewise", "flat", [8], debug=True)
+    serve(runner, device, batches=[(5,)])
+    Moves.moved = True
+    message = r"submod_1 \(pcg_ref\.rn_moves\) gave mixed other memory: it is at 0x\w+ .* was at 0x\w+ .*\n  at .*test_runner\.py:\d+ \(rn_moves"
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                runner.run(batch_of([8], 1, device))
+    finally:
+        Moves.moved = False
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable"])
+def test_an_eager_segment_that_always_moves_what_it_writes_is_refused_at_capture(strategy, device, monkeypatch):
+    monkeypatch.setattr(Moves, "moved", True)
+    with pytest.raises(RuntimeError, match=r"rn_moves.* gave .* other memory"):
+        captured(Moves().to(device), strategy, "flat", [8])
 
 
 def test_debug_finds_changed_state_that_flat_replay_does_not_look_at(device):
@@ -471,13 +529,118 @@ def test_a_guard_that_fails_after_capture(on_recompile, device):
 
 
 @over([c for c in CAPTURED if c[1] == "flat"])
-def test_a_python_attribute_is_frozen_in_a_flat_sequence(strategy, replay, device):
+@pytest.mark.parametrize("on_recompile", ["error", "eager"])
+def test_a_changed_attribute_is_noticed_without_guards(strategy, replay, on_recompile, device):
+    runner = captured(Small().to(device), strategy, replay, [8, 4], on_recompile=on_recompile)
+    batch = batch_of([5], 1, device)
+    for _ in range(2):
+        runner.model.scale = 300
+        if on_recompile == "error":
+            with pytest.raises(pcg.RecompileError, match="scale"):
+                runner.run(batch)
+        else:
+            close(runner.run(batch), eager(runner.model, batch))
+        runner.model.scale = 2
+        serve(runner, device, batches=[(5,), (2, 1)])
+    assert all("scale" in reason for reason in runner.report()["eager"])
+
+
+class Scales:
+    value = 2
+
+
+class Elsewhere(Small):
+    """Reads what no attribute of a module holds; counts its forwards and keeps a tensor of the last, in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.last, self.name = 0, None, "elsewhere"
+
+    def forward(self, tokens, positions):
+        hidden = super().forward(tokens, positions) * Scales.value
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+            self.last = hidden
+        return hidden
+
+
+@over([c for c in CAPTURED if c[1] == "flat"])
+def test_what_no_attribute_holds_is_frozen_in_a_flat_sequence(strategy, replay, device, monkeypatch):
     """No guard runs at replay: what the model's Python decided is what it was at capture. A lesson, not a wish."""
-    runner = captured(Small().to(device), strategy, replay, [8])
+    runner = captured(Elsewhere().to(device), strategy, replay, [8])
     batch = batch_of([5], 1, device)
     expected = eager(runner.model, batch)
-    runner.model.scale = 300
+    monkeypatch.setattr(Scales, "value", 300)
     close(runner.run(batch), expected)
+
+
+@over([c for c in CAPTURED if c[1] == "flat"])
+def test_attributes_that_the_forward_itself_sets_are_no_change(strategy, replay, device):
+    runner = captured(Elsewhere().to(device), strategy, replay, [8, 4])
+    for lengths in ([5], [30], [3], [40], [7]):  # 30 and 40 run eagerly, and set them
+        batch = batch_of(lengths, 1, device)
+        close(runner.run(batch), eager(runner.model, batch))
+    assert sum(runner.report()["eager"].values()) == 2
+
+
+def test_attributes_that_no_guard_reads_are_no_change(device):
+    runner = captured(Elsewhere().to(device), "tc_piecewise", "flat", [8])
+    for change in (dict(name="another"), dict(training=False), dict(calls=7)):
+        for name, value in change.items():
+            setattr(runner.model, name, value)
+        serve(runner, device, batches=[(5,), (2, 1)])
+    runner.model.scale = 3
+    with pytest.raises(pcg.RecompileError, match="scale"):
+        runner.run(batch_of([5], 1, device))
+
+
+class Unregistered(nn.Module):
+    """State that is no registered buffer: an attribute, a list, a dictionary, an expanded view."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.table = torch.randn(VOCAB, WIDTH, device=device)
+        self.sums = [torch.zeros(WIDTH, device=device), torch.zeros(1, device=device).expand(WIDTH)]
+        self.more = {"count": torch.zeros((), dtype=torch.int64, device=device)}
+
+    def state(self):
+        return [self.table, *self.sums, *self.more.values()]
+
+    def forward(self, tokens, positions):
+        hidden = self.table[tokens]
+        self.more["count"].add_(1)
+        self.sums[0].add_(self.more["count"])
+        mixed = torch.empty_like(hidden)
+        rn_into(hidden, mixed)
+        return mixed + self.sums[0] + self.sums[1]
+
+
+@over(CAPTURED)
+def test_state_that_is_not_registered_is_what_it_was_after_capture(strategy, replay, device):
+    model, twin = Unregistered(device), Unregistered(device)
+    twin.table.copy_(model.table)
+    before = [t.clone() for t in model.state()]
+    runner = captured(model, strategy, replay, [8, 4])
+    assert all(map(torch.equal, model.state(), before))
+    for lengths in ([5], [3], [8]):
+        batch = batch_of(lengths, 2, device)
+        close(runner.run(batch), eager(twin, batch))
+    assert all(map(torch.equal, model.state(), twin.state()))
+
+
+def test_state_that_a_function_closes_over_is_what_it_was_after_capture(device):
+    total, table = torch.zeros(WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
+
+    def model(tokens, positions):
+        total.add_(1)
+        mixed = torch.empty_like(table[tokens])
+        rn_into(table[tokens], mixed)
+        return mixed + total
+
+    for strategy in ("breakable", "full"):
+        runner = pcg.PrefillRunner(model, strategy, [8, 4], device=device)
+        runner.capture(progress=False)
+        assert not total.any()
 
 
 # --- padding (H13)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pcg_ref as pcg
-from pcg_ref.show import draw_split, print_split, split_text
+from pcg_ref.show import boundary_text, draw_boundaries, draw_split, print_split, split_text
 from pcg_ref.show.dot import dot_programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,3 +213,44 @@ def test_several_dynamic_sizes_have_letters_of_their_own():
     text = split_text(*pcg.split_graph(trace.graph_module, [show_barrier]))
     letters = dict(re.findall(r"\b([xy]) \[(T2?), 4\]", text))
     assert sorted(letters) == ["x", "y"] and sorted(letters.values()) == ["T", "T2"]
+
+
+# --- what crosses
+
+
+def test_every_crossing_tensor_is_a_node_with_its_bytes_and_owner(two_layers):
+    dot = str(draw_boundaries(*two_layers, layers=0))
+    rows = [row for row in pcg.boundaries(*two_layers) if not (row.producer == "input" and row.owner in ("parameter", "buffer"))]
+    tensors = {name: attributes for name, attributes in nodes_of(dot).items() if name.startswith("tensor")}
+    assert len(tensors) == len(rows)
+    for row, attributes in zip(rows, tensors.values()):
+        assert f"{row.owner}: stays" in attributes and row.bytes.replace(row.shape[0], "T") + " bytes" in attributes
+    arrows = re.findall(r"^  (\w+) -> (\w+)", dot, flags=re.MULTILINE)
+    expected = [(row.producer, f"tensor{i}") for i, row in enumerate(rows) if row.producer != "input"]
+    expected += [(f"tensor{i}", consumer) for i, row in enumerate(rows) for consumer in row.consumers if consumer != "output"]
+    assert sorted(arrows) == sorted(expected)
+    assert re.findall(r"(tensor\d+) -> submod_1 \[dir=both", dot) == [f"tensor{[r.name for r in rows].index('attended')}"]
+
+
+def test_fresh_memory_is_dashed_and_a_bridge_is_not():
+    fresh = split_function(lambda x: show_fresh(x * 2) + 1, [show_fresh])
+    assert "fresh: new each time" in str(draw_boundaries(*fresh)) and "style=dashed" in str(draw_boundaries(*fresh))
+    assert "would read the old address" in boundary_text(*fresh)
+    piecewise = pcg.PiecewiseModel(pcg.trace(lambda x: show_fresh(x * 2) + 1, torch.zeros(7, 4)), [show_fresh], capture_sizes=[4])
+    bridged = str(draw_boundaries(piecewise.split_module, piecewise.items))
+    assert "bridge: stays" in bridged and "dashed" not in bridged and "1 bridge" in draw_boundaries(*_split(piecewise)).alt
+    assert "copied to a buffer that stays" in boundary_text(*_split(piecewise))
+
+
+def _split(piecewise):
+    return piecewise.split_module, piecewise.items
+
+
+def test_the_boundaries_of_the_first_layers(six_layers):
+    dot = str(draw_boundaries(*six_layers, layers=1))
+    assert [name for name in nodes_of(dot) if name.startswith("submod")] == ["submod_0", "submod_1", "submod_2"]
+    table = boundary_text(*six_layers, layers=1).split("\n\n")[0].splitlines()
+    rows = pcg.boundaries(*six_layers)
+    folded = sum(row.producer == "input" and row.owner in ("parameter", "buffer") for row in rows)
+    shown = len(table) - 1 - 3  # the heading, two folded lines and the count
+    assert shown + int(table[-1].split()[1]) + folded == len(rows)

@@ -10,23 +10,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from pcg_ref.boundaries import Boundary, boundaries, results
+from pcg_ref.boundaries import Boundary, boundaries
 from pcg_ref.effects import effects
 from pcg_ref.pieces import operators
 from pcg_ref.show.dot import Drawing
+from pcg_ref.show.names import (
+    FRESH,
+    OWNED_BY_THE_MODEL,
+    STYLES,
+    WORDS,
+    display_names,
+    is_the_models,
+    kind_of,
+    plural,
+    result_names,
+    shape_text,
+    shown_pieces,
+    written_inputs,
+)
 from pcg_ref.splitting import SplitItem
-
-# Okabe-Ito, all three readable under black text. Each kind also has a shape and a word of its own.
-_STYLES = {
-    "graph": 'shape=box, fillcolor="#56B4E9"',
-    "eager": 'shape=octagon, fillcolor="#E69F00"',
-    "constant": 'shape=note, fillcolor="#F0E442"',
-}
-_WORDS = {"graph": "CUDA graph", "eager": "eager", "constant": "no launch, not captured"}
-_FRESH = 'style=dashed, color="#D55E00", fontcolor="#D55E00"'
-_OWNED_BY_THE_MODEL = ("parameter", "buffer")
 
 
 def draw_split(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: int = 2) -> Drawing:
@@ -40,8 +43,8 @@ def draw_split(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: int
     Returns:
         The drawing; its DOT text is ``str(drawing)``.
     """
-    symbols, names = _names(split_gm, items)
-    shown = _shown(items, layers)
+    symbols, names = display_names(split_gm, items)
+    shown = shown_pieces(items, layers)
     if len(items) - len(shown) <= 2:  # a node in place of one piece would save nothing
         shown = list(items)
     hidden = items[len(shown) : -1]
@@ -52,13 +55,13 @@ def draw_split(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: int
     for item in shown:
         lines.append(_piece_node(item))
     if hidden:
-        lines.append(f"  more [shape=plaintext, label=\"... {_count(hidden, 'more ')}\"];")
+        lines.append(f'  more [shape=plaintext, label="... {_count(hidden, "more ")}"];')
     if len(shown) < len(items):
         lines.append(_piece_node(items[-1]))
     lines.append("  output [shape=plaintext];")
     for (producer, consumer), rows in _edges(split_gm, items, node_of).items():
-        label = r"\n".join(f"{names.get(row.name, row.name)} {_shape(row.shape, symbols)}" for row in rows)
-        style = f", {_FRESH}" if any(row.address == "fresh" for row in rows) else ""
+        label = r"\n".join(f"{names.get(row.name, row.name)} {shape_text(row.shape, symbols)}" for row in rows)
+        style = f", {FRESH}" if any(row.address == "fresh" for row in rows) else ""
         lines.append(f'  {producer} -> {consumer} [label="{label}"{style}];')
     return Drawing("\n".join([*lines, "}"]), alt=_alt(items))
 
@@ -74,19 +77,19 @@ def split_text(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: int
     Returns:
         Lines. A piece is what torch.fx generates for it, with the model's names for parameters and shapes at line ends.
     """
-    symbols, names = _names(split_gm, items)
+    symbols, names = display_names(split_gm, items)
     rows = boundaries(split_gm, items)
-    shown = _shown(items, layers)
+    shown = shown_pieces(items, layers)
     lines = []
     for item in shown:
-        lines.append(f"piece {item.graph_id}, {_WORDS[_kind(item)]}: {_facts(item)}")
-        taken, written = _entering(rows, item), _written(item)
+        lines.append(f"piece {item.graph_id}, {WORDS[kind_of(item)]}: {_facts(item)}")
+        taken, written = _entering(rows, item), written_inputs(item)
         made = [row for row in rows if row.producer == item.submod_name]
         for word, side in (("takes", taken), ("writes", [row for row in taken if row.name in written]), ("gives", made)):
             if side:
-                tensors = [f"{names.get(row.name, row.name)} {_shape(row.shape, symbols)}" for row in side]
+                tensors = [f"{names.get(row.name, row.name)} {shape_text(row.shape, symbols)}" for row in side]
                 lines.append(f"  {word} " + ", ".join(tensors))
-        local = names | _result_names(split_gm, items, item)
+        local = names | result_names(split_gm, items, item)
         code = [(_rename(line, local), _comment(node, symbols)) for line, node in _code(item.graph)]
         width = min(72, max((len(line) for line, _ in code), default=0))
         lines += [f"    {line:<{width}}{comment}".rstrip() for line, comment in code] + [""]
@@ -100,47 +103,30 @@ def print_split(split_gm: fx.GraphModule, items: Sequence[SplitItem], layers: in
     print(split_text(split_gm, items, layers))
 
 
-def _shown(items: Sequence[SplitItem], layers: int) -> list[SplitItem]:
-    """The pieces up to the one after ``layers`` eager pieces."""
-    eager = [i for i, item in enumerate(items) if item.is_splitting_graph]
-    return list(items[: eager[layers - 1] + 2] if len(eager) >= layers > 0 else items)
-
-
-def _kind(item: SplitItem) -> str:
-    if item.is_splitting_graph:
-        return "eager"
-    found = effects(item.graph)
-    return "graph" if found is None or found.launches else "constant"
-
-
 def _facts(item: SplitItem) -> str:
     """A piece in numbers: nodes, launches (calls of ATen operators that do device work), and what it reads of the model."""
     placeholders = item.graph.graph.find_nodes(op="placeholder")
     nodes = [n for n in item.graph.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-    facts = [_plural(len(nodes), "node")]
+    facts = [plural(len(nodes), "node")]
     if item.is_splitting_graph:
         facts.append("calls " + operators(item.graph))
     elif found := effects(item.graph):
-        facts.append(_plural(len(found.launches), "launch"))
-    for owner in _OWNED_BY_THE_MODEL:
+        facts.append(plural(len(found.launches), "launch"))
+    for owner in OWNED_BY_THE_MODEL:
         if count := sum(n.meta.get("owner") == owner for n in placeholders):
-            facts.append(_plural(count, owner))
+            facts.append(plural(count, owner))
     return ", ".join(facts)
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def _count(items: Sequence[SplitItem], more: str = "") -> str:
     eager = sum(item.is_splitting_graph for item in items)
-    return f"{_plural(len(items), more + 'piece')} ({eager} eager)"
+    return f"{plural(len(items), more + 'piece')} ({eager} eager)"
 
 
 def _piece_node(item: SplitItem) -> str:
-    kind = _kind(item)
-    label = rf"piece {item.graph_id}: {_WORDS[kind]}\n" + _facts(item).replace(", calls", r"\ncalls")
-    return f'  {item.submod_name} [{_STYLES[kind]}, label="{label}"];'
+    kind = kind_of(item)
+    label = rf"piece {item.graph_id}: {WORDS[kind]}\n" + _facts(item).replace(", calls", r"\ncalls")
+    return f'  {item.submod_name} [{STYLES[kind]}, label="{label}"];'
 
 
 def _edges(split_gm: fx.GraphModule, items: Sequence[SplitItem], node_of: dict[str, str]) -> dict[tuple[str, str], list[Boundary]]:
@@ -148,10 +134,10 @@ def _edges(split_gm: fx.GraphModule, items: Sequence[SplitItem], node_of: dict[s
 
     A piece that writes into a tensor in place is where its later readers have it from.
     """
-    written = {item.submod_name: _written(item) for item in items}
+    written = {item.submod_name: written_inputs(item) for item in items}
     edges: dict[tuple[str, str], list[Boundary]] = {}
     for row in boundaries(split_gm, items):
-        if _is_the_models(row):
+        if is_the_models(row):
             continue
         source = row.producer
         for consumer in row.consumers:
@@ -163,77 +149,24 @@ def _edges(split_gm: fx.GraphModule, items: Sequence[SplitItem], node_of: dict[s
     return edges
 
 
-def _is_the_models(row: Boundary) -> bool:
-    return row.producer == "input" and row.owner in _OWNED_BY_THE_MODEL
-
-
-def _written(item: SplitItem) -> set[str]:
-    """The inputs that the piece writes into."""
-    found = effects(item.graph)
-    placeholders = item.graph.graph.find_nodes(op="placeholder")
-    return {placeholders[i].name for i in found.mutated} if found else set()
-
-
 def _entering(rows: Sequence[Boundary], item: SplitItem) -> list[Boundary]:
-    return [row for row in rows if item.submod_name in row.consumers and not _is_the_models(row)]
+    return [row for row in rows if item.submod_name in row.consumers and not is_the_models(row)]
 
 
 def _alt(items: Sequence[SplitItem]) -> str:
     named = items if len(items) <= 9 else [*items[:5], items[-1]]
-    pieces = [f"{item.graph_id} {_WORDS[_kind(item)]}" for item in named]
+    pieces = [f"{item.graph_id} {WORDS[kind_of(item)]}" for item in named]
     if named is not items:
         pieces.insert(-1, "and so on to")
     return f"The FX graph cut into {_count(items)}, in order: {', '.join(pieces)}. Edges name the tensors that cross."
 
 
-# Names and shapes.
-
-
-def _names(split_gm: fx.GraphModule, items: Sequence[SplitItem]) -> tuple[dict[str, str], dict[str, str]]:
-    """Torch's symbols by the letters shown, and the flat inputs by the names that they have for the user."""
-    symbols: dict[str, str] = {}
-    names: dict[str, str] = {}
-    inside = {node.name for item in items for node in item.graph.graph.nodes}
-    for node in split_gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        sizes = [value] if isinstance(value, torch.SymInt) else value.shape if isinstance(value, torch.Tensor) else ()
-        for symbol in re.findall(r"\b[su]\d+\b", " ".join(map(str, sizes))):
-            symbols.setdefault(symbol, f"T{len(symbols) + 1}" if symbols else "T")
-        if isinstance(value, torch.SymInt):
-            names[node.name] = symbols.get(str(value), str(value))
-        elif node.meta.get("owner") in _OWNED_BY_THE_MODEL:
-            path = re.sub(r"(^|_)(modules|parameters|buffers)_", ".", node.name.removeprefix("l_self_"))
-            names[node.name] = path.strip(".").removesuffix("_")
-        else:
-            name = node.name.removeprefix("l_").removesuffix("_")
-            names[node.name] = node.name if name in inside else name  # x = x + 1 would be two tensors of one name
-    return symbols, names
-
-
-def _shape(shape: Sequence[object] | None, symbols: dict[str, str]) -> str:
-    if shape is None:
-        return ""
-    return "[" + ", ".join(re.sub(r"\b[su]\d+\b", lambda m: symbols.get(m[0], m[0]), str(size)) for size in shape) + "]"
+# Code.
 
 
 def _comment(node: fx.Node | None, symbols: dict[str, str]) -> str:
     value = node.meta.get("example_value") if node is not None else None
-    return f"  # {_shape(value.shape, symbols)}" if isinstance(value, torch.Tensor) else ""
-
-
-def _result_names(split_gm: fx.GraphModule, items: Sequence[SplitItem], item: SplitItem) -> dict[str, str]:
-    """A piece's results by the names under which the next pieces know them, unless the piece uses that name for something else."""
-    call = next(node for node in split_gm.graph.find_nodes(op="call_module") if node.target == item.submod_name)
-    taken = {node.name for node in item.graph.graph.nodes}
-    made = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)
-    found = {}
-    for inner, outer, name in results({other.submod_name: other for other in items}, call, made):
-        if outer is not None and name not in taken:
-            found[inner.name] = name
-    return found
-
-
-# Code.
+    return f"  # {shape_text(value.shape, symbols)}" if isinstance(value, torch.Tensor) else ""
 
 
 def _code(piece: fx.GraphModule) -> list[tuple[str, fx.Node | None]]:

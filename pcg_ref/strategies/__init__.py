@@ -35,6 +35,12 @@ class Strategy(Protocol):
     def refuses(self, batch: PackedBatch) -> str | None:
         """Why this batch must run eagerly, or ``None``."""
 
+    def guarded_names(self) -> frozenset[str] | None:
+        """Names of the module attributes that the graphs may depend on; ``None`` if any may be one."""
+
+    def check_guards(self, change: str, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Raises ``RecompileError`` unless the graphs do not depend on ``change``, an attribute's, in words."""
+
     def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
         """The forward context for one replay, with whatever the graphs read from the device put in place."""
 

@@ -6,6 +6,7 @@ there, each segment is replayed as soon as it is captured, so that the eager cod
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +19,7 @@ from pcg_ref.graphs import gc_held_off, recorder
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment, SegmentSequence
 from pcg_ref.strategies import stand_in
+from pcg_ref.tracing import RecompileError
 
 
 def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output: str = "bridge") -> SegmentSequence:
@@ -68,7 +70,9 @@ class _BreakableCapture:
 
     def run_break(self, function: Callable, args: tuple, kwargs: dict) -> object:
         self.end_graph()
-        bridge = Bridge(getattr(function, "__name__", str(function)), self.on_fresh_output)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        bridge = Bridge(getattr(function, "__name__", str(function)), self.on_fresh_output, where)
         token = break_handler.set(None)  # a break inside a break is part of it
         try:
             with self.recording.suspended():
@@ -105,6 +109,14 @@ class BreakableStrategy:
     def refuses(self, batch: PackedBatch) -> str | None:
         """Nothing: eager segments read whatever the batch is."""
         return None
+
+    def guarded_names(self) -> frozenset[str] | None:
+        """Any: nobody has seen what the forward reads."""
+        return None
+
+    def check_guards(self, change: str, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """See ``Strategy.check_guards``."""
+        raise RecompileError(change)
 
     def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
         """See ``Strategy.context``."""

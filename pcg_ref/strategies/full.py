@@ -19,6 +19,7 @@ from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import GraphSegment, SegmentSequence
 from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
+from pcg_ref.tracing import RecompileError
 
 
 class FullStrategy:
@@ -64,6 +65,16 @@ class FullStrategy:
     def refuses(self, batch: PackedBatch) -> str | None:
         """See ``Strategy.refuses``."""
         return f"more than {self.max_requests} requests" if batch.num_requests > self.max_requests else None
+
+    def guarded_names(self) -> frozenset[str] | None:
+        """See ``Strategy.guarded_names``; without a trace, any."""
+        return self.piecewise.trace.guarded_names() if self.piecewise is not None else None
+
+    def check_guards(self, change: str, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """See ``Strategy.check_guards``."""
+        if self.piecewise is None:
+            raise RecompileError(change)
+        self.piecewise.trace.check_guards(tokens, positions)
 
     @contextmanager
     def context(self, batch: PackedBatch, bucket: int):

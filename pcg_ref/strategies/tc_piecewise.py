@@ -92,6 +92,14 @@ class TcPiecewiseStrategy:
         """Nothing: eager segments read whatever the batch is."""
         return None
 
+    def guarded_names(self) -> frozenset[str] | None:
+        """See ``Strategy.guarded_names``."""
+        return self.piecewise.trace.guarded_names()
+
+    def check_guards(self, change: str, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """See ``Strategy.check_guards``; Dynamo's guards know."""
+        self.piecewise.trace.check_guards(tokens, positions)
+
     def context(self, batch: PackedBatch, bucket: int) -> AbstractContextManager:
         """See ``Strategy.context``."""
         return forward_context(batch, bucket)
