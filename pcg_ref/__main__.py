@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from pcg_ref.compilers import COMPILERS
-    from pcg_ref.runner import STRATEGIES
+    from pcg_ref.validation import STRATEGIES
 
     parser = _Parser(prog="python -m pcg_ref", description="Piecewise CUDA Graph, readable: trace, split, capture, replay.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="{check,demo,split,bench}")

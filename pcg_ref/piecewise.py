@@ -157,6 +157,13 @@ class PiecewiseModel:
             f"address. Copy into the captured tensor ({name}.copy_), or build and capture anew\n  first read at {where}"
         )
 
+    def written(self) -> list[torch.Tensor]:
+        """What the traced program writes to beside its arguments: buffers, and tensors that any other object keeps."""
+        found = effects(self.trace.graph_module)
+        placeholders = self.trace.graph_module.graph.find_nodes(op="placeholder")
+        own = [i for i in (found.mutated if found else ()) if placeholders[i].meta.get("owner") != "static input"]
+        return [self.trace.example_inputs[i] for i in own]
+
     def capture(self, *args) -> SegmentSequence:
         """Walk one size to the end and return its flat sequence.
 

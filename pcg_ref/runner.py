@@ -23,12 +23,11 @@ from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
 from pcg_ref.tracing import RecompileError, module_of
+from pcg_ref.validation import require_hidden, validate_batch, validate_choices, validated_buckets
 
 # subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else, so that a runner made there would
 # be unusable outside. Nothing is made in it, whatever the caller does.
 _outside_inference_mode = torch.inference_mode(False)
-
-STRATEGIES = ("tc_piecewise", "breakable", "full", "eager")
 
 
 class PrefillRunner:
@@ -80,19 +79,8 @@ class PrefillRunner:
         max_requests: int = 16,
         debug: bool = False,
     ) -> None:
-        _choose("strategy", strategy, STRATEGIES)
-        _choose("compiler", compiler, ("eager", "inductor"))
-        if strategy == "breakable" and compiler != "eager":
-            raise ValueError(f"strategy 'breakable' uses no compiler; choose compiler='eager', or 'tc_piecewise' for {compiler!r}")
-        _choose("replay", replay, ("flat", "stitched"))
-        _choose("on_fresh_output", on_fresh_output, ("bridge", "error"))
-        _choose("on_recompile", on_recompile, ("error", "eager"))
-        _choose("on_oversize", on_oversize, ("eager", "error"))
-        self.buckets = sorted(set(default_buckets(1024) if buckets is None else buckets))
-        if not self.buckets or self.buckets[0] < 2:
-            raise ValueError(f"buckets {self.buckets}: give at least one size, each at least 2 (torch specialises sizes 0 and 1)")
-        if max_padding_factor < 1:
-            raise ValueError(f"max_padding_factor={max_padding_factor} is below 1, so that nothing would be replayed")
+        validate_choices(strategy, compiler, replay, on_fresh_output, on_recompile, on_oversize, max_padding_factor, max_requests)
+        self.buckets = validated_buckets(default_buckets(1024) if buckets is None else buckets)
         self.model, self.strategy, self.compiler, self.replay = model, strategy, compiler, replay
         self.max_padding_factor, self.copy_output, self.max_requests = max_padding_factor, copy_output, max_requests
         self.on_fresh_output, self.on_recompile, self.on_oversize = on_fresh_output, on_recompile, on_oversize
@@ -109,6 +97,7 @@ class PrefillRunner:
         self._stateful = False  # whether the forward writes to tensors of the model
         self._replays: Counter[int] = Counter()
         self._eager: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
         self._capture_ms: dict[int, float] = {}
         self._pool_bytes: dict[int, int] = {}
 
@@ -158,7 +147,7 @@ class PrefillRunner:
             self._attributes.remember(names)
             sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
             self._attributes.settle()
-            _require_hidden(sequence.output, bucket)
+            require_hidden(sequence.output, bucket)
             self.sequences[bucket] = sequence
             self._ascending = sorted(self.sequences)
             self._capture_ms[bucket] = (time.perf_counter() - start) * 1e3
@@ -188,7 +177,7 @@ class PrefillRunner:
             RecompileError: An attribute that the graphs depend on has changed, or stitched replay met a failed guard, and
                 ``on_recompile="error"``.
         """
-        self._validate(batch)
+        validate_batch(batch, self.device, self.model)
         bucket, reason = self._choose_bucket(batch)
         if bucket is None:
             return self._run_eagerly(batch, reason)
@@ -207,6 +196,7 @@ class PrefillRunner:
                 self._check_model(bucket)
         except RecompileError as error:
             if self.on_recompile == "error":
+                self._refused[f"recompile: {error.guard}"] += 1
                 raise
             return self._run_eagerly(batch, f"recompile: {error.guard}")
         self._replays[bucket] += 1
@@ -223,6 +213,7 @@ class PrefillRunner:
             return None, "strategy 'eager'"
         bucket, reason = bucket_for(batch.num_tokens, self._ascending, self.max_padding_factor)
         if bucket is None and self.on_oversize == "error":
+            self._refused[reason] += 1
             raise ValueError(f"no bucket for {batch.num_tokens} tokens: {reason}; captured are {self._ascending}")
         if bucket is not None and (refusal := self.implementation.refuses(batch)):
             return None, refusal
@@ -243,20 +234,6 @@ class PrefillRunner:
         self._eager[reason] += 1
         return hidden
 
-    def _validate(self, batch: PackedBatch) -> None:
-        if not isinstance(batch, PackedBatch):
-            raise ValueError(f"run() takes a PackedBatch, got {type(batch).__name__}; build one with pcg.PackedBatch(tokens, lengths)")
-        if batch.tokens.device != self.device:
-            raise ValueError(f"tokens are on {batch.tokens.device}, the runner on {self.device}; move them with tokens.to(...)")
-        vocabulary = getattr(self.model, "vocab_size", None)
-        if vocabulary is not None and batch.max_token >= vocabulary:
-            raise ValueError(f"token id {batch.max_token} is outside the vocabulary of {vocabulary}")
-        if any(batch.prefix_lengths or ()):
-            raise ValueError(f"prefix_lengths {batch.prefix_lengths} need a KV cache, and there is none; prefill each request whole")
-        longest = getattr(self.model, "max_request_length", None)
-        if longest is not None and batch.max_length > longest:
-            raise ValueError(f"a request of {batch.max_length} tokens is longer than the model's attention allows, {longest}")
-
     def _fill(self, batch: PackedBatch, bucket: int) -> None:
         """Copy the batch into the static inputs; padded rows are token 0 at position 0."""
         n = batch.num_tokens
@@ -265,26 +242,21 @@ class PrefillRunner:
             if n < bucket:
                 static[n:bucket].zero_()
 
+    @property
+    def compile_count(self) -> int | None:
+        """Calls of the compiler's backend; ``None`` without a trace."""
+        piecewise = getattr(self.implementation, "piecewise", None)
+        return piecewise.trace.compile_count if piecewise is not None else None
+
     def report(self) -> RunnerReport:
         """What was captured and what ran, so far."""
         return RunnerReport(self)
-
-
-def _choose(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}; choose one of {list(choices)}")
 
 
 def _device_of(model: Callable) -> torch.device:
     module = module_of(model)
     tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _require_hidden(output: object, bucket: int) -> None:
-    if not isinstance(output, torch.Tensor) or output.dim() == 0 or output.shape[0] != bucket:
-        got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ValueError(f"the model must return one tensor with a row for each of the {bucket} tokens, got {got}")
 
 
 def _bar(items: Sequence[int], progress: bool):

@@ -181,7 +181,15 @@ class SegmentSequence:
     def num_eager(self) -> int:
         return len(self.segments) - self.num_graphs
 
+    def bridged(self) -> dict[str, int]:
+        """The bytes of the buffers behind each function that returns fresh memory, by the function's name."""
+        found: dict[str, int] = {}
+        for segment in self.segments:
+            if isinstance(segment, EagerSegment) and segment.bridge and segment.bridge.buffers:
+                name = segment.bridge.name
+                found[name] = found.get(name, 0) + sum(t.nbytes for t in segment.bridge.buffers.values())
+        return found
+
     def bridged_bytes(self) -> int:
         """Memory of all bridge buffers."""
-        bridges = [s.bridge.buffers for s in self.segments if isinstance(s, EagerSegment) and s.bridge]
-        return sum(t.nbytes for t in tree_leaves(bridges))
+        return sum(self.bridged().values())

@@ -158,22 +158,31 @@ class Writes:
 
 
 def _named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
-    """Registered buffers, tensors in attributes (also in lists and dictionaries), and what a function closes over."""
+    """Registered buffers, tensors in attributes, and tensors that a function closes over."""
     for prefix, child in _named_modules(model):
         attributes = {key: value for key, value in vars(child).items() if key not in _OF_EVERY_MODULE}
         for key, value in [*child._buffers.items(), *attributes.items()]:
-            yield from ((f"{prefix}.{key}" if prefix else key, leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            yield from ((f"{prefix}.{key}" if prefix else key, tensor) for tensor in _tensors(value))
     if inspect.isfunction(function := module_of(model)):
         for key, value in inspect.getclosurevars(function).nonlocals.items():
-            yield from ((key, leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            yield from ((key, tensor) for tensor in _tensors(value))
+
+
+def _tensors(value: object) -> Iterable[torch.Tensor]:
+    """The tensors in a value, in lists, tuples and dictionaries, and in the fields of plain objects among these."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+            yield from (field for field in tree_leaves(vars(leaf)) if isinstance(field, torch.Tensor))
 
 
 @contextmanager
 def preserved_state(model: Callable, writes: Writes):
     """Put every tensor of the model's state back to its value when the block ends, also by an exception.
 
-    State is what is registered as a buffer, tensors in attributes of modules, also in lists and dictionaries, and tensors that a function
-    closes over. Parameters are not copied, being most of the memory; that one was written to is only reported.
+    State is what is registered as a buffer, tensors in attributes of modules, also in lists, dictionaries and the fields of objects, and
+    tensors that a function closes over. Parameters are not copied, being most of the memory; that one was written to is only reported.
 
     Args:
         model: The module or function.

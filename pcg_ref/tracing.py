@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 
 class TraceError(RuntimeError):
@@ -98,15 +99,20 @@ class Trace:
 
     def _input_name(self, node: fx.Node, value: object) -> str:
         module = module_of(self.model)
-        if isinstance(value, nn.Parameter):
-            node.meta["owner"] = "parameter"  # also one that a traced function only closes over
         if isinstance(module, nn.Module) and isinstance(value, torch.Tensor):
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if tensor is value:
-                    # Kept on the node for those who see only the graph.
-                    node.meta["owner"] = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     return name
         return node.name.removeprefix("l_").removesuffix("_")
+
+    def mark_owners(self, example_args: tuple) -> None:
+        """Note on each placeholder whose memory it is, for those who see only the graph; what is neither an argument nor a parameter is
+        the model's, whether it is registered as a buffer or not."""
+        arguments = {id(leaf) for leaf in tree_leaves(example_args)}
+        for node, value in zip(self.graph_module.graph.find_nodes(op="placeholder"), self.example_inputs):
+            if isinstance(value, torch.Tensor):
+                own = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+                node.meta["owner"] = "static input" if id(value) in arguments else own
 
     def __call__(self, *args):
         """The traced graph on new arguments. Raises ``RecompileError`` when frozen and a guard fails."""
@@ -198,6 +204,7 @@ def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int |
         with torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             result._compiled(*example_args)
     except _Traced:
+        result.mark_owners(example_args)
         return result
     except Exception as error:
         raise _explain(error) from error

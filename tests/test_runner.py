@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 
@@ -241,7 +242,7 @@ def test_run_before_capture_and_capture_twice(strategy, replay, device):
     serve(runner, device)
 
 
-@pytest.mark.parametrize("wrong", [[], [1, 8], [0], [-4]])
+@pytest.mark.parametrize("wrong", [[], [1, 8], [0], [-4], [8.0], "8,16", 8, [None], [True]])
 def test_bad_buckets(wrong):
     with pytest.raises(ValueError, match="bucket"):
         pcg.PrefillRunner(Small(), buckets=wrong)
@@ -251,8 +252,21 @@ def test_bad_buckets(wrong):
 def test_unknown_choices(option):
     with pytest.raises(ValueError, match=rf"{option}='x'.*choose"):
         pcg.PrefillRunner(Small(), **{option: "x"})
-    with pytest.raises(ValueError, match="0.5"):
-        pcg.PrefillRunner(Small(), max_padding_factor=0.5)
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        (dict(max_padding_factor=0.5), "0.5"),
+        (dict(max_padding_factor=float("nan")), "nan"),
+        (dict(strategy="full", max_requests=0), "max_requests=0"),
+        (dict(strategy="full", replay="stitched"), "no split module"),
+        (dict(strategy="breakable", compiler="inductor"), "no compiler"),
+    ],
+)
+def test_choices_that_make_no_sense(choices, message):
+    with pytest.raises(ValueError, match=message):
+        pcg.PrefillRunner(Small(), **choices)
 
 
 # --- bad input
@@ -297,6 +311,10 @@ def test_bad_input_is_refused_before_anything_is_written(strategy, replay):
     assert torch.equal(runner._tokens, before[0]) and torch.equal(runner._positions, before[1])
     assert int(runner.model.count) == before[2] and runner.report() == before[3]
     assert torch.equal(runner.run(good), expected)
+
+
+def test_buckets_may_be_any_integers():
+    assert pcg.PrefillRunner(Small(), buckets=(torch.tensor(16), 8, 8)).buckets == [8, 16]
 
 
 @over(COMBINATIONS)
@@ -594,25 +612,32 @@ def test_attributes_that_no_guard_reads_are_no_change(device):
         runner.run(batch_of([5], 1, device))
 
 
+class Holder:
+    def __init__(self, device):
+        self.seen = torch.zeros(WIDTH, device=device)
+
+
 class Unregistered(nn.Module):
-    """State that is no registered buffer: an attribute, a list, a dictionary, an expanded view."""
+    """State that is no registered buffer: an attribute, a list, a dictionary, an expanded view, an object's field."""
 
     def __init__(self, device):
         super().__init__()
         self.table = torch.randn(VOCAB, WIDTH, device=device)
         self.sums = [torch.zeros(WIDTH, device=device), torch.zeros(1, device=device).expand(WIDTH)]
         self.more = {"count": torch.zeros((), dtype=torch.int64, device=device)}
+        self.holder = Holder(device)
 
     def state(self):
-        return [self.table, *self.sums, *self.more.values()]
+        return [self.table, *self.sums, *self.more.values(), self.holder.seen]
 
     def forward(self, tokens, positions):
         hidden = self.table[tokens]
         self.more["count"].add_(1)
         self.sums[0].add_(self.more["count"])
+        self.holder.seen.add_(3)
         mixed = torch.empty_like(hidden)
         rn_into(hidden, mixed)
-        return mixed + self.sums[0] + self.sums[1]
+        return mixed + self.sums[0] + self.sums[1] + self.holder.seen
 
 
 @over(CAPTURED)
@@ -641,6 +666,46 @@ def test_state_that_a_function_closes_over_is_what_it_was_after_capture(device):
         runner = pcg.PrefillRunner(model, strategy, [8, 4], device=device)
         runner.capture(progress=False)
         assert not total.any()
+
+
+# --- policies
+
+
+@pcg.register_split_op()
+@pcg.register_custom_op(fake=lambda x: torch.empty_like(x))
+def rn_fresh(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Fresh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+
+    def forward(self, tokens, positions):
+        return rn_fresh(rn_fresh(self.embed(tokens)) + 1) + 1
+
+
+@pytest.mark.parametrize("strategy, name", [("tc_piecewise", r"submod_\d \(pcg_ref.rn_fresh\)"), ("breakable", "rn_fresh")])
+def test_what_policies_did_is_reported(strategy, name, device):
+    runner = captured(Fresh().to(device), strategy, "flat", [8, 32], on_oversize="error")
+    serve(runner, device, batches=[(5,), (2, 3), (20,)])
+    for length in (33, 12, 40):
+        with pytest.raises(ValueError, match="no bucket"):
+            runner.run(batch_of([length], 1, device))
+    report = runner.report()
+    assert all(re.fullmatch(name, key) for key in report["bridged"]) and sum(report["bridged"].values()) == 2 * 32 * WIDTH * 4
+    assert report["refused"] == {"larger than the largest bucket 32": 2, "padding above the factor 2": 1} and report["eager"] == {}
+    assert report["policies"]["on_oversize"] == "error" and report["policies"]["on_fresh_output"] == "bridge"
+    assert report["compile_count"] == (1 if strategy == "tc_piecewise" else None)
+    printed = str(report)
+    assert "returns fresh memory" in printed and "2 batches refused: larger than the largest bucket 32" in printed
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable"])
+def test_fresh_memory_can_be_refused(strategy, device):
+    with pytest.raises((ValueError, RuntimeError), match="rn_fresh.* fresh memory.*on_fresh_output='bridge'"):
+        captured(Fresh().to(device), strategy, "flat", [8], on_fresh_output="error")
 
 
 # --- padding (H13)

@@ -77,7 +77,7 @@ def test_the_inputs_have_the_users_names():
     assert named["calls"] is model.calls
     assert {"x", "positions"} <= set(named)
     owners = {node.meta.get("owner") for node in trace.graph_module.graph.find_nodes(op="placeholder")}
-    assert owners == {"parameter", "buffer", None}
+    assert owners == {"parameter", "buffer", "static input", None}  # None: the size
 
 
 def test_another_body_runs_behind_the_guards():

@@ -18,6 +18,7 @@ from pcg_ref.graphs import capture, gc_held_off
 from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import GraphSegment, SegmentSequence
+from pcg_ref.state import preserved
 from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
 from pcg_ref.tracing import RecompileError
 
@@ -48,14 +49,15 @@ class FullStrategy:
             traced = trace_with_example(model, pool.device)
             traced_at = time.perf_counter()
             self.piecewise = PiecewiseModel(traced, (), compiler, buckets, pool=pool, allow_none=True)
-            general_run(self.piecewise, self.context)
+            general_run(self.piecewise, self.context, lambda tokens: PackedBatch(tokens, [len(tokens)]))
             self.setup_s = {"trace": traced_at - start, "compile": time.perf_counter() - traced_at}
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
         with self.context(PackedBatch(torch.zeros_like(tokens), [bucket]), bucket), gc_held_off(), torch.no_grad():
             if self.piecewise is not None:
-                return self.piecewise.capture(tokens, positions)
+                with preserved(self.piecewise.written()):
+                    return self.piecewise.capture(tokens, positions)
             with self.pool.on_stream():
                 self.model(tokens, positions)  # warm-up
             graph = capture(self.model, tokens, positions, pool=self.pool)

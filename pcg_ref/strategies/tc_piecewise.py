@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.pools import GraphPool
 from pcg_ref.segments import SegmentSequence
+from pcg_ref.state import preserved
 from pcg_ref.strategies import stand_in
 from pcg_ref.tracing import Trace, trace
 
@@ -30,10 +32,13 @@ def trace_with_example(model: Callable, device: torch.device) -> Trace:
     return trace(model, *(torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2)))
 
 
-def general_run(piecewise: PiecewiseModel, context: Callable) -> None:
-    """The first run of every piece, at the example's size: here inductor generates its code, for a size that is no width either."""
+def general_run(piecewise: PiecewiseModel, context: Callable, stand_in: Callable) -> None:
+    """The first run of every piece, at the example's size: here inductor generates its code, for a size that is no width either.
+
+    What the trace writes to is restored, wherever the model keeps it.
+    """
     tokens, positions = (torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=piecewise.pool.device) for _ in range(2))
-    with context(PackedBatch(tokens, [_EXAMPLE_TOKENS]), _EXAMPLE_TOKENS):
+    with context(stand_in(tokens), _EXAMPLE_TOKENS), preserved(piecewise.written()):
         piecewise(tokens, positions)
 
 
@@ -80,12 +85,12 @@ class TcPiecewiseStrategy:
             pool=pool,
             debug=debug,
         )
-        general_run(self.piecewise, self.context)
+        general_run(self.piecewise, self.context, partial(stand_in, model))
         self.setup_s = {"trace": traced_at - start, "compile": time.perf_counter() - traced_at}
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
-        with self.context(stand_in(self.model, tokens), bucket), gc_held_off():
+        with self.context(stand_in(self.model, tokens), bucket), gc_held_off(), preserved(self.piecewise.written()):
             return self.piecewise.capture(tokens, positions)
 
     def refuses(self, batch: PackedBatch) -> str | None:
