@@ -19,8 +19,7 @@ def eager_on_graph(function: Callable) -> Callable:
 
     While a ``breakable`` capture runs, a call ends the graph segment before it, runs the function for real, records it as an eager
     segment with these very arguments, and starts the next graph segment. Anywhere else it is the plain function. Must be the outermost
-    decorator: what lies outside it is captured. A split operator made by
-    ``register_custom_op`` needs no marking; one that another library made does, by a marked function around it.
+    decorator: what lies outside it is captured. A split operator needs no marking.
 
     Mirrors SGLang's ``eager_on_graph`` and vLLM's ``eager_break_during_capture``.
 

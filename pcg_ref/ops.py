@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from pcg_ref.breaks import break_handler
-
 NAMESPACE = "pcg_ref"
 
 _libraries: dict[str, torch.library.Library] = {}  # operator name -> the library that keeps its definition alive
@@ -63,7 +61,7 @@ def register_custom_op(
         _forget_earlier_definition(fn)
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(fn.__name__ + schema, tags=tuple(tags))
-        library.impl(fn.__name__, _kernel(fn), "CompositeExplicitAutograd")
+        library.impl(fn.__name__, fn, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{fn.__name__}", fake or (lambda *args, **kwargs: None), lib=library)
         overload = getattr(getattr(torch.ops, NAMESPACE), fn.__name__).default
         _libraries[fn.__name__] = library
@@ -71,18 +69,6 @@ def register_custom_op(
         return overload
 
     return decorate
-
-
-def _kernel(fn: Callable) -> Callable:
-    """What the dispatcher calls: the body, unless this is a split operator and someone captures around it."""
-
-    def kernel(*args, **kwargs):
-        handler = break_handler.get()
-        if handler is None or not any(_bodies[op] is fn for op in _split_ops if op in _bodies):
-            return fn(*args, **kwargs)
-        return handler(fn, args, kwargs)
-
-    return kernel
 
 
 def _infer_schema(fn: Callable, mutates_args: list[str]) -> str:

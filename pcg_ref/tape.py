@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pcg_ref.arena import Arena
-from pcg_ref.breaks import break_handler
 from pcg_ref.compilers import CompiledPiece
 from pcg_ref.effects import is_allocation, is_view, written_arguments
-from pcg_ref.ops import python_body, split_ops
+from pcg_ref.ops import python_body
 
 
 class CaptureError(RuntimeError):
@@ -156,8 +155,6 @@ class _Recorder(TorchDispatchMode):
         if name in _METADATA_CHANGES:
             raise CaptureError(f"{name} changes a tensor's memory while the region is captured; allocate a new tensor instead")
         if body := python_body(func):
-            if (handler := break_handler.get()) and func in split_ops():
-                return handler(body, args, kwargs)
             with self:  # the kernels that the body launches are captured, the body is not
                 return body(*args, **kwargs)
         with self:

@@ -267,3 +267,40 @@ def test_side_streams_must_be_joined_before_a_break(joined):
             capture_breakable(region, x, pool=pool)
     sequence = capture_breakable(lambda x: scaled_by_sum(x) + torch.rand_like(x), x, pool=pool)
     assert not torch.equal(sequence.replay().clone(), sequence.replay())
+
+
+@torch.library.custom_op("foreign::scale", mutates_args=("out",))
+def foreign_scale(x: torch.Tensor, out: torch.Tensor, factors: list[float]) -> None:
+    Host.seen.append(float(x.sum()))
+    out.copy_(x * factors[0])
+
+
+foreign_scale.register_fake(lambda x, out, factors: None)
+
+
+@torch.library.custom_op("foreign::halves", mutates_args=())
+def foreign_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[:2] * 2, x[2:] * 3
+
+
+foreign_halves.register_fake(lambda x: (torch.empty_like(x[:2]), torch.empty_like(x[2:])))
+pcg.register_split_op()(torch.ops.foreign.scale)
+pcg.register_split_op()(torch.ops.foreign.halves.default)
+
+
+def test_a_split_operator_of_another_library_is_a_break(device):
+    def region(x):
+        out = torch.empty_like(x)
+        foreign_scale(x + 1, out, [2.0])
+        first, second = foreign_halves(out - 1)
+        return torch.cat([first, second]) + x
+
+    x = torch.randn(5, device=device)
+    sequence = capture_breakable(region, x, pool=pcg.GraphPool(device))
+    assert [type(s) for s in sequence.segments] == [pcg.GraphSegment, pcg.EagerSegment] * 2 + [pcg.GraphSegment]
+    assert [s.name for s in sequence.segments if isinstance(s, pcg.EagerSegment)] == ["foreign.scale", "foreign.halves"]
+    Host.seen = []
+    for _ in range(3):
+        x.normal_()
+        torch.testing.assert_close(sequence.replay(), region(x))
+    assert len(Host.seen) == 6 and len(set(Host.seen)) == 3

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcg_ref.breaks import break_handler
 from pcg_ref.context import PackedBatch, forward_context
 from pcg_ref.graphs import gc_held_off, recorder
+from pcg_ref.ops import python_body, split_ops
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment, SegmentSequence
 from pcg_ref.strategies import stand_in
@@ -26,8 +28,8 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
     """Record one call of ``region(*args)`` as graph segments around its eager breaks.
 
     Args:
-        region: A function of tensors; marked functions (``eager_on_graph``) and split operators made by
-            ``register_custom_op`` break the graph.
+        region: A function of tensors; marked functions (``eager_on_graph``) and split operators break the graph. An operator that
+            torch takes apart before it dispatches (``CompositeImplicitAutograd``) is never seen, and needs a marked function around it.
         args: Its static inputs.
         pool: Memory for the graphs.
         on_fresh_output: ``"bridge"`` copies what a break returns in fresh memory to a buffer that stays; ``"error"`` refuses it.
@@ -44,13 +46,23 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
     capture = _BreakableCapture(pool, on_fresh_output)
     token = break_handler.set(capture.run_break)
     try:
-        with recorder(pool) as capture.recording, torch.no_grad():
+        with recorder(pool) as capture.recording, torch.no_grad(), _SplitOps():
             capture.recording.begin()
             output = region(*args)
             capture.end_graph()
     finally:
         break_handler.reset(token)
     return SegmentSequence(capture.segments, weak_ref(output, pool), keeps=(args, region))
+
+
+class _SplitOps(TorchDispatchMode):
+    """Makes every call of a split operator a break, whoever has defined it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        handler = break_handler.get()
+        if handler is None or func not in split_ops():
+            return func(*args, **(kwargs or {}))
+        return handler(python_body(func) or func, args, kwargs or {})
 
 
 class _BreakableCapture:
@@ -72,7 +84,9 @@ class _BreakableCapture:
         self.end_graph()
         code = getattr(inspect.unwrap(function), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
-        bridge = Bridge(getattr(function, "__name__", str(function)), self.on_fresh_output, where)
+        operator = isinstance(function, torch._ops.OpOverload)
+        name = str(function).removesuffix(".default") if operator else getattr(function, "__name__", str(function))
+        bridge = Bridge(name, self.on_fresh_output, where)
         token = break_handler.set(None)  # a break inside a break is part of it
         try:
             with self.recording.suspended():
