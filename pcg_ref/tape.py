@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name
-        if torch.Tag.data_dependent_output in func.tags or _assigns_by_mask(name, args):
+        if torch.Tag.data_dependent_output in func.tags or name == "aten::_linalg_check_errors" or _assigns_by_mask(name, args):
             raise _needs_the_host(name)
         if name in _METADATA_CHANGES:
             raise CaptureError(f"{name} changes a tensor's memory while the region is captured; allocate a new tensor instead")
@@ -209,12 +209,14 @@ def _needs_the_host(name: str) -> CaptureError:
 class _NoHostReads(TorchFunctionMode):
     """Refuses the reads that never reach the dispatcher on CPU tensors, and on CUDA tensors would wait for the device."""
 
-    reads = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__repr__}
+    reads = {getattr(torch.Tensor, n) for n in "cpu numpy tolist __array__ __repr__ __format__".split()}
+    factories = {torch.tensor, torch.as_tensor, torch.asarray}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.reads:
+        from_list = func in self.factories and isinstance(args[0], (list, tuple))
+        if func in self.reads or (from_list and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[0]))):
             raise CaptureError(
-                f"Tensor.{func.__name__} reads a value on the host while the region is captured; nothing has been computed yet. "
-                f"Read it after replay"
+                f"{'torch' if from_list else 'Tensor'}.{func.__name__} reads a value on the host while the region is captured; nothing has "
+                f"been computed yet. Read it after replay"
             )
         return func(*args, **(kwargs or {}))

@@ -347,6 +347,10 @@ def test_reads_of_one_value_are_refused(read):
         "index by a tensor of one": lambda x: x[torch.ones((), dtype=torch.int64)],
         "if": lambda x: 1 if (x > 0).any() else 0,
         "print": lambda x: print(x),
+        "format": lambda x: f"{x}",
+        "tensor of numbers": lambda x: torch.tensor([1.0, x[0]]),
+        "as_tensor of numbers": lambda x: torch.as_tensor((x[0], [x[1]])),
+        "inverse": lambda x: torch.linalg.inv(torch.outer(x, x) + torch.eye(4)),
     }.items(),
     ids=lambda item: item[0],
 )
