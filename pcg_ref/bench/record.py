@@ -56,6 +56,11 @@ def tables(run: dict) -> str:
             f"{name:<28} {setup[0]:>8} {setup[1]:>9} {setup[2]:>9} {system['pool_bytes'] / 2**20:>9.1f} "
             f"{system['executable_bytes'] / 2**20:>9.1f} {system['worst_error']:>12.2g}"
         )
+    lines += [
+        "Set up in this order in one process: a later system finds the compiler's caches warmed by the earlier ones.",
+        "",
+        "total: until the device is done. host: until the call returns. busy: while at least one kernel or copy ran, by the profiler.",
+    ]
     for size in run["sizes"]:
         lines += ["", f"T = {size:<6} {'total ms':>27} {'p10-p90':>16} {'host ms':>8} {'busy ms':>8} {'kernels':>8} {'segments':>9}"]
         for row in (row for row in run["results"] if row["T"] == size):
