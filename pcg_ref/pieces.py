@@ -180,8 +180,8 @@ class EagerPiece(nn.Module):
         values = dict(zip(self.graph.graph.find_nodes(op="placeholder"), args))
         calls = []
         for node in self.graph.graph.nodes:
-            if node.op == "call_function" and (body := python_body(_overload(node.target))) and not node.users:
-                positional, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "call_function" and (body := python_body(operator := _overload(node.target))) and not node.users:
+                positional, named = _as_declared(operator, *fx.map_arg((node.args, node.kwargs), values.__getitem__))
                 calls.append(partial(body, *positional, **named))
             elif node.op not in ("placeholder", "output"):
                 return partial(bridge.call, self.graph, args, {})
@@ -191,6 +191,14 @@ class EagerPiece(nn.Module):
 def _each(calls: list[Callable]) -> None:
     for call in calls:
         call()
+
+
+def _as_declared(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[list, dict]:
+    """What the dispatcher would hand to the body: an integer where the schema says float is a float there."""
+    floats = [argument.name for argument in operator._schema.arguments if isinstance(argument.type, torch.FloatType)]
+    names = [argument.name for argument in operator._schema.arguments]
+    declared = lambda name, value: float(value) if name in floats and isinstance(value, int) else value  # noqa: E731
+    return [declared(name, value) for name, value in zip(names, args)], {name: declared(name, value) for name, value in kwargs.items()}
 
 
 def _overload(target: object) -> object:

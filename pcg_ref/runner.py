@@ -5,6 +5,7 @@ Letters: ``T`` tokens of a batch, ``D`` width.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -95,6 +96,8 @@ class PrefillRunner:
         self.implementation = None
         self._watch, self._attributes = ParameterWatch(model), AttributeWatch(model)
         self._stateful = False  # whether the forward writes to tensors of the model
+        self._autocast = _autocast(self.device)
+        self._at_work = threading.Lock()
         self._replays: Counter[int] = Counter()
         self._eager: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -141,6 +144,7 @@ class PrefillRunner:
             self._watch.check()  # an earlier call captured some: all buckets must read the same weights
         else:
             self._watch.remember()
+            self._autocast = _autocast(self.device)
         names = self.implementation.guarded_names()
         for bucket in _bar([b for b in reversed(self.buckets) if b not in self.sequences], progress):
             start, before = time.perf_counter(), self.pool.bytes
@@ -164,7 +168,7 @@ class PrefillRunner:
         """One forward of the batch.
 
         Flat replay runs none of the model's Python and checks none of its guards: hooks, globals and what attributes refer to in turn are
-        those of capture. That a module's attribute itself has changed is noticed. A runner is for one thread at a time.
+        those of capture. That a module's attribute itself, or autocast, has changed is noticed. A runner is for one thread at a time.
 
         Returns:
             ``[T, D]``, the real rows. The caller's to keep; with ``copy_output=False`` it is graph memory, valid until the next call.
@@ -173,7 +177,7 @@ class PrefillRunner:
             ValueError: The batch is on another device, has ids outside the vocabulary, a prefix (there is no KV cache), a request
                 longer than the model allows, or no bucket fits it and ``on_oversize="error"``. Nothing was written.
             RuntimeError: A parameter or buffer has moved since capture; the message names it. No state was written, and what the stale
-                weights gave is dropped.
+                weights gave is dropped. Or the runner is at work already, in another thread or in an eager segment of its own.
             RecompileError: An attribute that the graphs depend on has changed, or stitched replay met a failed guard, and
                 ``on_recompile="error"``.
         """
@@ -185,6 +189,8 @@ class PrefillRunner:
         # memory was written then, and the watch keeps the captured weights alive, so that stale ones are old numbers and no illegal
         # access. A model that keeps state is looked at before it is written.
         check_first = self._stateful or self.debug
+        if not self._at_work.acquire(blocking=False):
+            raise RuntimeError("this runner is at work already, in another thread or in an eager segment of its own; make one for each")
         try:
             if check_first:
                 self._check_model(bucket)
@@ -199,11 +205,15 @@ class PrefillRunner:
                 self._refused[f"recompile: {error.guard}"] += 1
                 raise
             return self._run_eagerly(batch, f"recompile: {error.guard}")
+        finally:
+            self._at_work.release()
         self._replays[bucket] += 1
         return rows
 
     def _check_model(self, bucket: int) -> None:
         self._watch.check()
+        if (autocast := _autocast(self.device)) != self._autocast:
+            raise RecompileError(f"torch.autocast was {self._autocast} at capture and is {autocast}")
         if change := self._attributes.change():
             self.implementation.check_guards(change, self._tokens[:bucket], self._positions[:bucket])
             self._attributes.accept()
@@ -232,7 +242,7 @@ class PrefillRunner:
         with forward_context(batch), torch.no_grad():
             hidden = self.model(batch.tokens, batch.positions)
         self._eager[reason] += 1
-        return hidden
+        return hidden.clone() if self.copy_output else hidden  # a model may return memory of its own
 
     def _fill(self, batch: PackedBatch, bucket: int) -> None:
         """Copy the batch into the static inputs; padded rows are token 0 at position 0."""
@@ -251,6 +261,11 @@ class PrefillRunner:
     def report(self) -> RunnerReport:
         """What was captured and what ran, so far."""
         return RunnerReport(self)
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The dtype that operators run in by ``torch.autocast``, ``None`` when it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _device_of(model: Callable) -> torch.device:

@@ -84,6 +84,45 @@ class Moves(nn.Module):
         return mixed + 1
 
 
+@pcg.register_split_op()
+@pcg.register_custom_op(mutates_args=["output"])
+def rn_reenters(x: torch.Tensor, output: torch.Tensor) -> None:
+    if Reenters.runner is not None:
+        Reenters.runner.run(batch_of([6], 9, x.device))
+    output.copy_(x)
+
+
+class Reenters(nn.Module):
+    runner = None
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+
+    def forward(self, tokens, positions):
+        hidden = self.embed(tokens)
+        mixed = torch.empty_like(hidden)
+        rn_reenters(hidden, mixed)
+        return mixed + 1
+
+
+@pcg.register_split_op()
+@pcg.register_custom_op(mutates_args=["output"])
+def rn_typed(x: torch.Tensor, output: torch.Tensor, scale: float, *, shift: float = 0.0) -> None:
+    Typed.seen |= {type(scale), type(shift)}
+    output.copy_(x * scale + shift)
+
+
+class Typed(Reenters):
+    seen: set[type] = set()
+
+    def forward(self, tokens, positions):
+        hidden = self.embed(tokens)
+        mixed = torch.empty_like(hidden)
+        rn_typed(hidden, mixed, 3, shift=2)
+        return mixed + 1
+
+
 def tiny(device, **changes):
     shape = dict(vocab_size=VOCAB, width=WIDTH, layers=1, heads=4, kv_heads=2, mlp_width=24)
     return pcg.TinyDecoder(**(shape | changes)).to(device)
@@ -668,6 +707,21 @@ def test_state_that_a_function_closes_over_is_what_it_was_after_capture(device):
         assert not total.any()
 
 
+@over(CAPTURED)
+def test_autocast_is_frozen_and_its_change_noticed(strategy, replay, device):
+    runner, batch = captured(Small().to(device), strategy, replay, [8]), batch_of([5], 1, device)
+    with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(pcg.RecompileError, match="(?i)autocast"):
+        runner.run(batch)
+    close(runner.run(batch), eager(runner.model, batch))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        runner = captured(Small().to(device), strategy, replay, [8], on_recompile="eager")
+        close(runner.run(batch), eager(runner.model, batch))
+        assert runner.report()["eager"] == {}
+    close(runner.run(batch), eager(runner.model, batch))
+    (reason,) = runner.report()["eager"]
+    assert "autocast" in reason.lower()
+
+
 # --- policies
 
 
@@ -709,6 +763,46 @@ def test_fresh_memory_can_be_refused(strategy, device):
 
 
 # --- padding (H13)
+
+
+class Gives(nn.Module):
+    """Returns its own memory."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("table", torch.randn(64, WIDTH, device=device))
+
+    def forward(self, tokens, positions):
+        return self.table[: tokens.shape[0]]
+
+
+def test_a_result_of_an_eager_run_is_the_callers_too(device):
+    model = Gives(device)
+    runner = pcg.PrefillRunner(model, "eager")
+    hidden = runner.run(batch_of([5], 1, device))
+    expected = model.table[:5].clone()
+    hidden.zero_()
+    assert torch.equal(model.table[:5], expected)
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable"])
+def test_a_runner_that_is_at_work_refuses_a_second_batch(strategy, device):
+    runner = captured(Reenters().to(device), strategy, "flat", [8])
+    serve(runner, device, batches=[(5,)])
+    Reenters.runner = runner
+    try:
+        with pytest.raises(RuntimeError, match="at work already"):
+            runner.run(batch_of([4, 4], 1, device))
+    finally:
+        Reenters.runner = None
+    serve(runner, device, batches=[(2, 3), (8,)])
+
+
+@pytest.mark.parametrize("replay", ["flat", "stitched"])
+def test_a_body_is_given_what_its_schema_declares(replay, device):
+    runner = captured(Typed().to(device), "tc_piecewise", replay, [8])
+    serve(runner, device, batches=[(5,), (3,)])
+    assert Typed.seen == {float}
 
 
 @over(CAPTURED)
