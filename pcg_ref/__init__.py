@@ -1,7 +1,8 @@
 """Piecewise CUDA Graph, readable: trace, split, capture, replay.
 
 The modules in reading order: breaks, ops, context, tracing, effects, splitting, boundaries, compilers, arena, tape, pools, graphs,
-segments, pieces, piecewise, state, strategies, buckets, validation, report, runner; then attention and models, and show for the pictures.
+segments, pieces, piecewise, state, strategies, buckets, validation, report, runner; then attention and models, show for the
+pictures, and hazards for what goes wrong.
 """
 
 from pcg_ref.attention import unified_attention_with_output

@@ -275,8 +275,10 @@ def _device_of(model: Callable) -> torch.device:
 
 
 def _bar(items: Sequence[int], progress: bool):
+    if not progress:  # and no import either: in a notebook without widgets tqdm.auto warns
+        return items
     try:
         from tqdm.auto import tqdm
     except ImportError:
         return items
-    return tqdm(items, desc="capture", unit="bucket", disable=not progress)
+    return tqdm(items, desc="capture", unit="bucket")

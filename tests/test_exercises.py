@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pcg_ref as pcg
-from pcg_ref.exercises import trace_and_split, two_graphs
+from pcg_ref.exercises import hazard_lab, trace_and_split, two_graphs
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -54,7 +54,7 @@ def test_solution_is_accepted_and_stub_is_not(notebook, module, check, name, cap
     assert verdict(check, stub, capsys) == verdict(check, lambda *args: None, capsys) == "not solved yet"
 
 
-@pytest.mark.parametrize("notebook", ["01_two_graphs_by_hand.ipynb", "02_trace_and_split.ipynb"])
+@pytest.mark.parametrize("notebook", ["01_two_graphs_by_hand.ipynb", "02_trace_and_split.ipynb", "06_hazard_lab.ipynb"])
 def test_a_notebook_has_three_exercises(notebook):
     assert sum(entry[0] == notebook for entry in exercises()) == 3
 
@@ -176,7 +176,90 @@ def operator_left_out():
     return lambda values, output: output.copy_(values)
 
 
+def bounds_without_the_padding(lengths, slots, rows):
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    return ends + [ends[-1]] * (slots + 1 - len(ends))
+
+
+LEFT_OVER = [0] * 7
+
+
+def bounds_with_left_overs(lengths, slots, rows):
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    LEFT_OVER[: len(ends) + (len(ends) <= slots)] = [*ends, rows][: slots + 1]
+    return list(LEFT_OVER)
+
+
+def watch_by_identity(module):
+    before = dict(module.named_parameters())
+
+    def check():
+        for name, parameter in module.named_parameters():
+            if parameter is not before[name]:
+                raise RuntimeError(name)
+
+    return check
+
+
+def watch_by_value(module):
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def check():
+        for name, tensor in module.state_dict().items():
+            if not torch.equal(tensor, before[name]):
+                raise RuntimeError(name)
+
+    return check
+
+
+def watch_without_buffers(module):
+    before = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
+
+    def check():
+        for name, tensor in module.named_parameters():
+            if tensor.data_ptr() != before[name]:
+                raise RuntimeError(name)
+
+    return check
+
+
+def store(cache, capture, stale=False, clobber=False):
+    rows, slots = cache.new_zeros(8, cache.shape[1]), torch.full((8,), len(cache) - 1, device=cache.device)
+    graph = capture(lambda rows, slots: cache.index_copy_(0, slots, rows), rows, slots)
+
+    def run(new_rows, new_slots):
+        if not stale:
+            slots.fill_(0 if clobber else len(cache) - 1)
+        rows[: len(new_rows)], slots[: len(new_rows)] = new_rows, new_slots
+        graph.replay()
+
+    return run
+
+
+def store_eagerly(cache, capture):
+    capture(lambda cache: cache + 1, cache)
+    return lambda rows, slots: cache.index_copy_(0, slots, rows)
+
+
+def store_per_size(cache, capture):
+    def run(rows, slots):
+        capture(lambda rows, slots: cache.index_copy_(0, slots, rows), rows, slots).replay()
+
+    return run
+
+
 WRONG = [
+    (hazard_lab.check_bounds, bounds_without_the_padding, "the padding behind lengths"),
+    (hazard_lab.check_bounds, bounds_with_left_overs, "the padding behind lengths [5]"),
+    (hazard_lab.check_bounds, lambda lengths, slots, rows: [0, *lengths], "and the buffer has 7"),
+    (hazard_lab.check_watch, lambda module: lambda: None, "1.bias has moved, and nothing was raised"),
+    (hazard_lab.check_watch, watch_by_identity, "0.weight has moved, and nothing was raised"),
+    (hazard_lab.check_watch, watch_by_value, "changed in place"),
+    (hazard_lab.check_watch, watch_without_buffers, "2.running_mean has moved, and nothing was raised"),
+    (hazard_lab.check_store, lambda *args: store(*args, stale=True), "slots"),
+    (hazard_lab.check_store, lambda *args: store(*args, clobber=True), "slots of other requests changed"),
+    (hazard_lab.check_store, store_eagerly, "is the write in the graph"),
+    (hazard_lab.check_store, store_per_size, "expected 1"),
     (two_graphs.check_submit, submit_without_clone, "overwritten by a later replay"),
     (two_graphs.check_submit, submit_rebound, "was x written into static_x"),
     (two_graphs.check_submit, submit_all_rows, "must be a [5, 32] tensor"),
