@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # private: no public w
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+MEMORY_CHANGES = ("aten::resize_", "aten::resize_as_", "aten::set_")  # the tensor gets other memory
 _ALLOCATIONS = ("aten::empty", "aten::new_empty")
 
 
@@ -21,6 +22,11 @@ def is_view(op: torch._ops.OpOverload) -> bool:
     """Whether the operator returns its argument's memory and neither reads nor writes it."""
     aliases = [r.alias_info for r in op._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def changes_the_object(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator changes its argument's sizes and strides and no memory, as ``t_()`` and ``unsqueeze_()`` do."""
+    return torch.Tag.inplace_view in op.tags and op._schema.name not in MEMORY_CHANGES
 
 
 def is_allocation(op: torch._ops.OpOverload) -> bool:
@@ -105,6 +111,6 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.written.update(storage_id(tensor) for tensor in written_arguments(func, args, kwargs))
-        if func.namespace != "prim" and not (is_view(func) or is_allocation(func)):  # prim::device and the like ask, they do no work
+        if func.namespace != "prim" and not (is_view(func) or changes_the_object(func) or is_allocation(func)):  # prim::device and the like ask, they do no work
             self.launches.append(func._schema.name)
         return func(*args, **kwargs)

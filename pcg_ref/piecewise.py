@@ -45,7 +45,8 @@ class PiecewiseModel:
         sequences: The flat sequence of each captured size.
 
     Raises:
-        ValueError: An unknown compiler, a size below 2, no dynamic dimension, no split operator, or a fresh output under ``"error"``.
+        ValueError: An unknown compiler, a size below 2, no dynamic dimension, no split operator, a fresh output under ``"error"``, or an
+            operator like ``t_()`` on a tensor that crosses a cut.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PiecewiseModel:
         self.trace = trace
         self._dynamic = _find_dynamic_dim(trace)
         self.split_module, self.items = split_graph(trace.graph_module, ops, allow_none=allow_none)
+        _refuse_changed_objects(self.items)
         if on_fresh_output == "error":
             _refuse_fresh_outputs(self.items)
         elif on_fresh_output != "bridge":
@@ -202,6 +204,22 @@ def _find_dynamic_dim(trace: Trace) -> tuple[int, int]:
                 if isinstance(size, torch.SymInt):
                     return i, dim
     raise ValueError("the trace has no dynamic dimension; trace with dynamic_dims={argument: dimension}")
+
+
+def _refuse_changed_objects(items: Sequence[SplitItem]) -> None:
+    """A graph replays what is done to memory. ``t_()`` is done to the tensor object, which other pieces would see as it was before."""
+    for item in items:
+        leaving = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)
+        for node in item.graph.graph.find_nodes(op="call_method"):
+            tensor = node.args[0] if node.target in _CHANGES_THE_OBJECT else None
+            if tensor is not None and (tensor.op == "placeholder" or tensor in leaving):
+                raise ValueError(
+                    f"{node.target}() changes the tensor object {tensor.name!r}, which other pieces or the caller have too, and no graph can "
+                    f"hold that; write y = x.{node.target.removesuffix('_')}(...)\n  at {source_line(node)}"
+                )
+
+
+_CHANGES_THE_OBJECT = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_", "set_")
 
 
 def _refuse_fresh_outputs(items: Sequence[SplitItem]) -> None:

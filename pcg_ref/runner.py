@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -118,14 +119,14 @@ class PrefillRunner:
             Exception: Whatever tracing, compilation or capture raises. Buckets captured before it keep working, the others run
                 eagerly; calling ``capture`` again goes on where it stopped.
 
-        Side effects: runs the model on zeros. Tensors of its state (see ``preserved_state``) are restored afterwards, Python attributes
-            that its forward sets are not.
+        Side effects: runs the model on zeros. Tensors of its state (see ``preserved_state``) and the default random generators are
+            restored afterwards, Python attributes that its forward sets are not.
         """
         if self.strategy == "eager":
             return self.report()
         writes = Writes()
         try:
-            with preserved_state(self.model, writes), gc_held_off(), torch.no_grad():
+            with preserved_state(self.model, writes), _preserved_random_state(self.device), gc_held_off(), torch.no_grad():
                 self._capture_remaining(progress)
         finally:
             self._stateful = self._stateful or bool(writes.state)
@@ -212,6 +213,7 @@ class PrefillRunner:
 
     def _check_model(self, bucket: int) -> None:
         self._watch.check()
+        self._attributes.check()
         if (autocast := _autocast(self.device)) != self._autocast:
             raise RecompileError(f"torch.autocast was {self._autocast} at capture and is {autocast}")
         if change := self._attributes.change():
@@ -266,6 +268,10 @@ class PrefillRunner:
 def _autocast(device: torch.device) -> torch.dtype | None:
     """The dtype that operators run in by ``torch.autocast``, ``None`` when it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _preserved_random_state(device: torch.device) -> AbstractContextManager:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _device_of(model: Callable) -> torch.device:

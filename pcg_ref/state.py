@@ -7,6 +7,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -70,10 +71,7 @@ class ParameterWatch:
         if current == self._identities:
             return
         name, old, new = next((s[0], a, b) for s, a, b in zip(self._slots, self._identities, current) if a != b)
-        raise RuntimeError(
-            f"{name} is at {new:#x}, and was at {old:#x} at capture; the graphs read the old address. Change weights in place "
-            f"(parameter.copy_, load_state_dict), or build a new runner and capture"
-        )
+        raise RuntimeError(_moved(name, old, new))
 
 
 def _identity(value: torch.Tensor | None) -> int:
@@ -82,11 +80,20 @@ def _identity(value: torch.Tensor | None) -> int:
     return value.data_ptr() if value.layout is torch.strided else id(value)
 
 
-class AttributeWatch:
-    """Notices a Python attribute of a module that has another value than at capture, by which the model would now compute something else.
+@dataclass(frozen=True)
+class _Attribute:
+    owner: dict  # that keeps it
+    key: str
+    value: object
+    places: tuple[int, ...]  # of the tensors in it
 
-    Looks at the attributes themselves and not at what they refer to in turn: a list that has grown or a field of a configuration object
-    is seen by the guards of a stitched replay alone. What the forward changes by itself at every call is left out.
+
+class AttributeWatch:
+    """Notices an attribute of a module that is not what it was at capture, by which the model would now compute something else.
+
+    Tensors in attributes, also in lists, dictionaries and the fields of objects, are compared by address, everything else as the value that
+    it is: a number in a list or in a configuration object is seen by the guards of a stitched replay alone. What the forward changes by
+    itself at every call is left out.
     """
 
     def __init__(self, model: Callable) -> None:
@@ -104,39 +111,70 @@ class AttributeWatch:
 
     def settle(self) -> None:
         """The same after a forward; what has changed since ``remember`` is the forward's own, and is looked at no more."""
-        found = self._find()
-        self._take(found, {slot for slot in found if slot in self._values and self._values[slot][1] is not found[slot][1]})
+        found, before = self._find(), self._found
+        same = lambda name: before[name].value is found[name].value and before[name].places == found[name].places  # noqa: E731
+        self._take(found, {name for name in found if name in before and not same(name)})
 
     def accept(self) -> None:
         """Take the values of now, because what has changed makes no difference."""
         self._take(self._find(), self._changing)
 
-    def _find(self) -> dict[tuple[str, str], tuple[dict, object]]:
+    def _find(self) -> dict[str, _Attribute]:
         return {
-            (prefix, key): (vars(child), value)
+            f"{prefix}.{key}" if prefix else key: _Attribute(vars(child), key, value, _places(value))
             for prefix, child in _named_modules(self.model)
             for key, value in vars(child).items()
             if key not in _OF_EVERY_MODULE and (self._names is None or key in self._names)
         }
 
-    def _take(self, found: dict[tuple[str, str], tuple[dict, object]], changing: set[tuple[str, str]]) -> None:
-        self._values, self._changing = found, changing  # (module, attribute) -> the dictionary that keeps it, its value
-        watched = [slot for slot in found if slot not in changing]
-        self._owners, self._keys = [found[slot][0] for slot in watched], [key for _, key in watched]
-        self._expected = [found[slot][1] for slot in watched]
+    def _take(self, found: dict[str, _Attribute], changing: set[str]) -> None:
+        self._found, self._changing = found, changing
+        watched = [attribute for name, attribute in found.items() if name not in changing]
+        self._owners, self._keys = [attribute.owner for attribute in watched], [attribute.key for attribute in watched]
+        self._expected = [attribute.value for attribute in watched]
+        self._holding = [(name, found[name]) for name in found if name not in changing and found[name].places]
+        self._modules = list(_named_modules(self.model))
+        self._dicts = [vars(child) for _, child in self._modules]
+        self._sizes = list(map(len, self._dicts))
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` with the name of the first attribute whose tensors have moved."""
+        for name, attribute in self._holding:
+            if (now := _places(attribute.owner.get(attribute.key))) != attribute.places:
+                old, new = next(((a, b) for a, b in zip(attribute.places, now) if a != b), (attribute.places[-1], 0))
+                raise RuntimeError(_moved(name, old, new))
 
     def change(self) -> str | None:
         """The first attribute that has changed, with both values in words, or ``None``."""
         current = list(map(dict.get, self._owners, self._keys))
         # subtle: by identity, with map and in C. Values are compared only after that, because an equal number may be another object.
-        if all(map(operator.is_, current, self._expected)):
-            return None
-        for (prefix, key), owner in ((slot, self._values[slot][0]) for slot in self._values if slot not in self._changing):
-            old, new = self._values[prefix, key][1], owner.get(key)
-            if new is not old and not _equal(new, old):
+        if not all(map(operator.is_, current, self._expected)):
+            for name, attribute in self._found.items():
+                old, new = attribute.value, attribute.owner.get(attribute.key)
+                if name not in self._changing and new is not old and not attribute.places and not _equal(new, old):
+                    return f"{name} was {_word(old)} at capture and is {_word(new)}"
+        return self._hidden() if list(map(len, self._dicts)) != self._sizes else None
+
+    def _hidden(self) -> str | None:
+        """An attribute that was the class's at capture, and is the object's own now."""
+        for prefix, child in self._modules:
+            for key, value in vars(child).items():
                 name = f"{prefix}.{key}" if prefix else key
-                return f"{name} was {_word(old)} at capture and is {_word(new)}"
+                read = key == "forward" or self._names is None or key in self._names
+                if read and name not in self._found and key not in _OF_EVERY_MODULE and hasattr(type(child), key):
+                    return f"{name} was the class's {_word(getattr(type(child), key))} at capture and is {_word(value)}"
         return None
+
+
+def _places(value: object) -> tuple[int, ...]:
+    return tuple(map(_identity, _tensors(value)))
+
+
+def _moved(name: str, old: int, new: int) -> str:
+    return (
+        f"{name} is at {new:#x}, and was at {old:#x} at capture; the graphs read the old address. Change tensors in place "
+        f"(copy_, load_state_dict), or build a new runner and capture"
+    )
 
 
 def _equal(new: object, old: object) -> bool:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pcg_ref.arena import Arena
 from pcg_ref.compilers import CompiledPiece
-from pcg_ref.effects import is_allocation, is_view, written_arguments
+from pcg_ref.effects import MEMORY_CHANGES, changes_the_object, is_allocation, is_view, written_arguments
 from pcg_ref.ops import python_body
 
 
@@ -135,9 +135,6 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(alias, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else alias
 
 
-_METADATA_CHANGES = ("aten::resize_", "aten::resize_as_", "aten::set_")
-
-
 class _Recorder(TorchDispatchMode):
     """Turns each ATen call into an entry of the tape."""
 
@@ -152,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         name = func._schema.name
         if torch.Tag.data_dependent_output in func.tags or name == "aten::_linalg_check_errors" or _assigns_by_mask(name, args):
             raise _needs_the_host(name)
-        if name in _METADATA_CHANGES:
+        if name in MEMORY_CHANGES:
             raise CaptureError(f"{name} changes a tensor's memory while the region is captured; allocate a new tensor instead")
         if body := python_body(func):
             with self:  # the kernels that the body launches are captured, the body is not
@@ -161,7 +158,7 @@ class _Recorder(TorchDispatchMode):
             decomposed = func.decompose(*args, **kwargs)  # tensors made in inference mode bring reshape() and the like here whole
         if decomposed is not NotImplemented:
             return decomposed
-        if is_view(func) or torch.Tag.inplace_view in func.tags:  # the latter, t_() or unsqueeze_(), change the tensor object alone
+        if is_view(func) or changes_the_object(func):
             return func(*args, **kwargs)
         outputs = self._outputs(func, args, kwargs)
         if not is_allocation(func):

@@ -70,7 +70,7 @@ class Trace:
         self.compile_count = 0
         self._frozen = False
         self._body: Callable | None = None
-        self._function = with_own_code(model)
+        self._function, self._forward = with_own_code(model), _forward_of(model)
         # subtle: Dynamo keeps backends for the life of the process, and what they return as long as the code object. Both get a weak
         # reference, or no traced model would ever be freed.
         self._weak = weakref.ref(self)
@@ -124,6 +124,8 @@ class Trace:
         Raises:
             RecompileError: The trace is frozen and a guard failed; nothing ran.
         """
+        if self._frozen and _forward_of(self.model) != self._forward:  # no guard looks at the function itself
+            raise RecompileError("the model's forward is the function that was traced")
         earlier, self._body = self._body, body
         try:
             with torch.inference_mode(False), torch.no_grad():  # as traced: both modes are among the guards
@@ -249,6 +251,10 @@ def module_of(model: Callable) -> Callable:
     while isinstance(model, functools.partial):
         model = model.func
     return getattr(model, "__self__", model)
+
+
+def _forward_of(model: Callable) -> Callable | None:
+    return model.forward if isinstance(model, nn.Module) else None
 
 
 def with_own_code(model: Callable) -> Callable:

@@ -355,16 +355,13 @@ NOTHING = {
     "view as complex": lambda y: torch.view_as_real(torch.view_as_complex(y.view(-1, 2, 2))),
     "another dtype's view": lambda y: y.view(torch.int32).view(torch.float32),
     "diagonal": lambda y: y.diagonal(),
+    "in place view": lambda y: y.view(y.shape).t_().t_(),
 }
 
 
-TURNED = pytest.mark.xfail(strict=True, reason="t_() is taken for a launch: an empty graph")
-
-
-@pytest.mark.parametrize("name", [*NOTHING, pytest.param("in place view", marks=TURNED)])
+@pytest.mark.parametrize("name", NOTHING)
 def test_nothing_to_launch_between_two_cuts(name, device):
-    middle = NOTHING.get(name, lambda y: y.view(y.shape).t_().t_())
-    piecewise = check(between(middle), like(device), ops=[hazard_write])
+    piecewise = check(between(NOTHING[name]), like(device), ops=[hazard_write])
     assert [segment.name for segment in graph_segments(piecewise.sequences[8])] == ["submod_0", "submod_4"]
 
 
@@ -436,9 +433,10 @@ def turned_in_place(x):
     return hazard_fresh(first) + 1
 
 
-@pytest.mark.xfail(strict=True, reason="a stitched replay hands on the tensor object of before t_()")
-def test_a_tensor_object_that_is_turned_in_place(device):
-    check(turned_in_place, like(device), ops=[hazard_write, hazard_fresh])
+def test_a_tensor_object_that_is_turned_in_place_and_crosses_is_refused(device):
+    with pytest.raises(ValueError, match=r"t_\(\) changes the tensor object 'first'.* write y = x\.t\(.*\n.*first\.t_\(\)"):
+        pcg.PiecewiseModel(pcg.trace(turned_in_place, like(device)), [hazard_write, hazard_fresh], capture_sizes=[8])
+    check(lambda x: hazard_fresh((x * 2).t_()).t() + 1, like(device), ops=[hazard_fresh])
 
 
 def test_inputs_of_many_layouts(device):
@@ -593,22 +591,9 @@ class Weights(nn.Module):
         return written + 1
 
 
-MOVES = [replace_parameter, replace_data, through_half, assign_state, swap_child, replace_buffer, replace_attribute, tie]
-INSIDE = pytest.mark.xfail(strict=True, reason="what an attribute refers to in turn is not looked at, see AttributeWatch")
-PASSED = pytest.mark.xfail(strict=True, reason="another tensor in an attribute passes the guards, and its address is not compared")
-
-
-@pytest.mark.parametrize(
-    "move, strategy",
-    [
-        *(
-            pytest.param(move, strategy, marks=[PASSED] if (move, strategy) == (replace_attribute, "tc_piecewise") else [])
-            for move in MOVES for strategy in ("tc_piecewise", "breakable", "full")
-        ),
-        *(pytest.param(replace_in_list, strategy, marks=INSIDE) for strategy in ("tc_piecewise", "breakable", "full")),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+MOVES = [replace_parameter, replace_data, through_half, assign_state, swap_child, replace_buffer, replace_attribute, replace_in_list, tie]
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable", "full"])
+@pytest.mark.parametrize("move", MOVES)
 def test_what_has_moved_is_noticed_or_makes_no_difference(move, strategy, device):
     model = Weights(device)
     runner = pcg.PrefillRunner(model, strategy, buckets=[8])
@@ -678,9 +663,6 @@ CHANGES = {
 }
 
 
-APPEARS = pytest.mark.xfail(strict=True, reason="an attribute that appears after capture is not looked at")
-
-
 @pytest.mark.parametrize(
     "kind, strategy, replay",
     [
@@ -688,7 +670,7 @@ APPEARS = pytest.mark.xfail(strict=True, reason="an attribute that appears after
         *((kind, "tc_piecewise", "stitched") for kind in ("float", "tuple")),
         *((kind, strategy, "flat") for kind in ("bool", "dict") for strategy in ("breakable", "full")),
         ("of the class", "tc_piecewise", "stitched"),
-        *(pytest.param("of the class", strategy, "flat", marks=APPEARS) for strategy in ("tc_piecewise", "breakable", "full")),
+        *(("of the class", strategy, "flat") for strategy in ("tc_piecewise", "breakable", "full")),
     ],
 )
 def test_a_changed_attribute_is_refused_or_runs_eagerly(kind, strategy, replay, device):

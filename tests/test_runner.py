@@ -631,6 +631,36 @@ def test_what_no_attribute_holds_is_frozen_in_a_flat_sequence(strategy, replay, 
     close(runner.run(batch), expected)
 
 
+@over(CAPTURED)
+def test_another_forward_is_noticed(strategy, replay, device):
+    runner, batch = captured(Small().to(device), strategy, replay, [8]), batch_of([5], 1, device)
+    runner.model.forward = lambda tokens, positions: torch.zeros(len(tokens), WIDTH, device=device)
+    with pytest.raises(pcg.RecompileError, match="forward"):
+        runner.run(batch)
+    del runner.model.forward
+    serve(runner, device, batches=[(5,)])
+
+
+class Drops(Small):
+    def forward(self, tokens, positions):
+        return nn.functional.dropout(super().forward(tokens, positions), 0.5)
+
+
+@over(CAPTURED)
+def test_capture_draws_no_random_numbers_from_the_user(strategy, replay, device):
+    def draws():
+        return torch.randn(3), torch.randn(3, device=device)
+
+    model = Drops().to(device)
+    torch.manual_seed(5)
+    expected = draws()
+    torch.manual_seed(5)
+    runner = captured(model, strategy, replay, [8, 4])
+    assert all(map(torch.equal, draws(), expected))
+    first, second = (runner.run(batch_of([5], 1, device)) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
 @over([c for c in CAPTURED if c[1] == "flat"])
 def test_attributes_that_the_forward_itself_sets_are_no_change(strategy, replay, device):
     runner = captured(Elsewhere().to(device), strategy, replay, [8, 4])
