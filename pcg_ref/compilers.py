@@ -6,10 +6,13 @@ Orthogonal to capture: either result is launched into a CUDA graph afterwards. M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pcg_ref.effects import effects
 
 
 class EagerCompiler:
@@ -36,8 +39,46 @@ class CompiledPiece:
         # Once captured, neither costs anything.
         self.run = torch.compile(piece, fullgraph=True, dynamic=True, backend="inductor")
 
+        self.effects = effects(piece)
+
     def __call__(self, *args):
-        return self.run(*args)
+        """What the piece computes, in memory that is shared as the piece shares it.
+
+        Raises:
+            RuntimeError: The compiler has parted results, or a result and an input, that share memory.
+        """
+        results = self.run(*args)
+        return results if self.effects is None else _in_memory_of_their_own(results, args, self.effects.owners)
+
+
+def _in_memory_of_their_own(results: object, args: tuple, owners: Sequence[tuple[str, int] | None]) -> object:
+    """The results, moved out of memory that is not theirs in the model.
+
+    # subtle: inductor knows nothing of who writes into a result after the piece. It simplifies 0 + x to x, and hands out the input itself
+    # where the piece returns new memory; a split operator that writes there would write into both.
+    """
+    leaves, spec = tree_flatten(results)
+    claimed = {_address(a): ("input", i) for i, a in reversed(list(enumerate(args))) if isinstance(a, torch.Tensor)}
+    copies: dict[tuple, torch.UntypedStorage] = {}
+    place = {owner: address for address, owner in claimed.items()}
+    for i, (leaf, owner) in enumerate(zip(leaves, owners)):
+        if owner is None or not leaf.numel():
+            continue
+        address = _address(leaf)
+        if owner[0] == "output" and claimed.setdefault(address, owner) != owner:
+            if (owner, address) not in copies:
+                copies[owner, address] = leaf.untyped_storage().clone()
+            leaves[i] = leaf.new_empty(0).set_(copies[owner, address], leaf.storage_offset(), leaf.shape, leaf.stride())
+        if place.setdefault(owner, _address(leaves[i])) != _address(leaves[i]):
+            raise RuntimeError(
+                f"inductor returns result {i} of a piece in other memory than {owner[0]} {owner[1]}, whose memory it is in the model; what "
+                f"is written to one would not be seen in the other. Use compiler='eager'"
+            )
+    return tree_unflatten(leaves, spec)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class InductorCompiler:

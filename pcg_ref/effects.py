@@ -6,6 +6,7 @@ written to, and whether an output is fresh memory or shares an input's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +57,18 @@ class Effects:
     Attributes:
         launches: Names of the operators that launch device work, in order; empty for views, sizes and allocations alone.
         mutated: Indices of the inputs whose memory is written to.
-        sources: For each output the index of the input whose memory it shares, or ``None`` when it is fresh memory (or no tensor).
+        owners: For each output whose memory it is: ``("input", i)``, else ``("output", i)`` for the first output with that memory; or
+            ``None`` for what is no tensor.
     """
 
     launches: tuple[str, ...]
     mutated: frozenset[int]
-    sources: tuple[int | None, ...]
+    owners: tuple[tuple[str, int] | None, ...]
+
+    @property
+    def sources(self) -> tuple[int | None, ...]:
+        """For each output the index of the input whose memory it shares, or ``None`` when it is fresh memory (or no tensor)."""
+        return tuple(owner[1] if owner and owner[0] == "input" else None for owner in self.owners)
 
 
 def effects(piece: fx.GraphModule) -> Effects | None:
@@ -75,11 +82,20 @@ def effects(piece: fx.GraphModule) -> Effects | None:
         with recorder:
             outputs = tree_leaves(piece(*inputs))
     owner = {storage_id(value): i for i, value in reversed(list(enumerate(inputs))) if isinstance(value, torch.Tensor)}
-    return Effects(
-        launches=tuple(recorder.launches),
-        mutated=frozenset(owner[s] for s in recorder.written if s in owner),
-        sources=tuple(owner.get(storage_id(out)) if isinstance(out, torch.Tensor) else None for out in outputs),
-    )
+    mutated = frozenset(owner[s] for s in recorder.written if s in owner)
+    return Effects(tuple(recorder.launches), mutated, owners_of(inputs, outputs, storage_id))
+
+
+def owners_of(inputs: Sequence, outputs: Sequence, identity: Callable[[torch.Tensor], int]) -> tuple[tuple[str, int] | None, ...]:
+    """Whose memory each output is, see ``Effects.owners``; ``identity`` is equal for two tensors that share memory."""
+    first: dict[int, tuple[str, int]] = {}
+    found = []
+    for kind, values in (("input", inputs), ("output", outputs)):
+        for i, value in enumerate(values):
+            owner = first.setdefault(identity(value), (kind, i)) if isinstance(value, torch.Tensor) else None
+            if kind == "output":
+                found.append(owner)
+    return tuple(found)
 
 
 def _concrete(values: list) -> list:

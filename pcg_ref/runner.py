@@ -20,7 +20,7 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import AttributeWatch, ParameterWatch, Writes, preserved_state
+from pcg_ref.state import AttributeWatch, ParameterWatch, Writes, named_state, preserved_state
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
@@ -42,7 +42,7 @@ class PrefillRunner:
         buckets: Sizes to capture, each at least 2; ``default_buckets(1024)`` by default.
         compiler: What runs inside the graphs, ``"eager"`` or ``"inductor"``.
         replay: For ``tc_piecewise``: ``"flat"`` runs the recorded sequence; ``"stitched"`` calls the traced model, guards included.
-        device: Where to run; by default where the model's parameters are.
+        device: Where to run; by default where the model's parameters are, or else its other tensors.
         max_padding_factor: A batch whose bucket has more than this many rows for each token runs eagerly.
         copy_output: Return a copy. Without it ``run`` returns graph memory, valid until the next ``run``.
         on_fresh_output: ``"bridge"`` or ``"error"``, for a split operator that returns fresh tensors.
@@ -276,7 +276,8 @@ def _preserved_random_state(device: torch.device) -> AbstractContextManager:
 
 def _device_of(model: Callable) -> torch.device:
     module = module_of(model)
-    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    tensors = [*parameters, *(tensor for _, tensor in named_state(model))]
     return tensors[0].device if tensors else torch.device("cpu")
 
 

@@ -195,7 +195,7 @@ class Writes:
         self.parameters: list[str] = []
 
 
-def _named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
+def named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
     """Registered buffers, tensors in attributes, and tensors that a function closes over."""
     for prefix, child in _named_modules(model):
         attributes = {key: value for key, value in vars(child).items() if key not in _OF_EVERY_MODULE}
@@ -226,7 +226,7 @@ def preserved_state(model: Callable, writes: Writes):
         model: The module or function.
         writes: Filled in when the block ends.
     """
-    state = [(name, tensor) for name, tensor in _named_state(model) if not isinstance(tensor, nn.Parameter)]
+    state = [(name, tensor) for name, tensor in named_state(model) if not isinstance(tensor, nn.Parameter)]
     module = module_of(model)
     parameters = list(module.named_parameters()) if isinstance(module, nn.Module) else []
     # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.

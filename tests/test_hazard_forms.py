@@ -398,7 +398,7 @@ def scatter(x):
     y = torch.zeros_like(x).index_add_(0, index, x).index_copy_(0, index[:2], x[:2])
     hazard_write(y.scatter(1, torch.ones_like(x, dtype=torch.int64), x), y)
     y.masked_fill_(y > 2, -1)
-    y[index[:1]] = 7
+    y[index[:1]] = y.new_full((), 7)  # and not 7, a number of the host, which CUDA refuses to copy
     hazard_write(y.cumsum(0), y)
     return y.index_put_((index,), x, accumulate=True)
 
