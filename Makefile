@@ -25,11 +25,12 @@ ifeq ($(USABLE),)
 .PHONY: $(READY)
 endif
 
-.PHONY: help demo test lab clean
+.PHONY: help demo test fuzz lab clean
 
 help:
 	@echo "make demo            the main job: set up what is missing, then run pcg_ref's demo  (ARGS=... is passed on)"
 	echo "make test            all tests, notebooks included                                  (ARGS=... goes to pytest)"
+	echo "make fuzz            random modules against plain PyTorch, for minutes                  (ARGS=... e.g. --programs 200 --seed 7)"
 	echo "make lab             open the notebooks in JupyterLab                               (ARGS=... goes to JupyterLab)"
 	echo "make clean           remove the set-up and the caches"
 	echo
@@ -43,6 +44,9 @@ demo: $(READY)
 # half an hour.
 test: $(READY)
 	@$(BIN)/python -m pytest tests notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 $(ARGS)
+
+fuzz: $(READY)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py $(ARGS)
 
 lab: $(READY)
 	@$(BIN)/python -m jupyterlab notebooks $(ARGS)

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode  # private: no public way to ask for shapes
+from torch._subclasses.fake_tensor import (  # private: no public way to ask for shapes
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,15 +76,22 @@ class Effects:
 
 
 def effects(piece: fx.GraphModule) -> Effects | None:
-    """The effects of a piece, or ``None`` when its placeholders carry no shapes to run it on (a graph not made by ``trace``)."""
+    """The effects of a piece, or ``None`` when its placeholders carry no shapes to run it on (a graph not made by ``trace``), or when it
+    needs values on the host, which capture will refuse."""
     values = [node.meta.get("example_value") for node in piece.graph.find_nodes(op="placeholder")]
     if any(value is None for value in values) or not any(isinstance(value, torch.Tensor) for value in values):
         return None
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    if any(isinstance(size, (torch.SymInt, torch.SymFloat)) and size.node.hint is None for size in sizes):
+        return None  # made of a value that an earlier piece has read on the host
     recorder = _Recorder()
     with torch.no_grad(), FakeTensorMode():
         inputs = _concrete(values)
-        with recorder:
-            outputs = tree_leaves(piece(*inputs))
+        try:
+            with recorder:
+                outputs = tree_leaves(piece(*inputs))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None
     owner = {storage_id(value): i for i, value in reversed(list(enumerate(inputs))) if isinstance(value, torch.Tensor)}
     mutated = frozenset(owner[s] for s in recorder.written if s in owner)
     return Effects(tuple(recorder.launches), mutated, owners_of(inputs, outputs, storage_id))

@@ -152,6 +152,7 @@ class PrefillRunner:
             self._attributes.remember(names)
             sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
             self._attributes.settle()
+            self._watch.check()  # a forward that replaces a buffer, self.count = self.count + 1, would do so at no replay
             require_hidden(sequence.output, bucket)
             self.sequences[bucket] = sequence
             self._ascending = sorted(self.sequences)

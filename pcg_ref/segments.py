@@ -115,7 +115,8 @@ class Bridge:
                 f"result {i} of {self.name} is {result.dtype} {list(result.shape)}, and was {buffer.dtype} {list(buffer.shape)} when "
                 f"the graphs were captured; shapes are frozen"
             )
-        return buffer.copy_(result)
+        # subtle: an object of the caller's own on the buffer's memory; its t_() or unsqueeze_() would give ours another shape.
+        return buffer.copy_(result).detach()
 
     def _error(self, message: str) -> RuntimeError:
         return RuntimeError(f"{message}\n  at {self.where}" if self.where else message)

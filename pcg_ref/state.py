@@ -236,10 +236,13 @@ def preserved_state(model: Callable, writes: Writes):
         for name, tensor in tensors
         if not tensor.is_inference()
     ]
+    buffers = [(child._buffers, dict(child._buffers)) for _, child in _named_modules(model)]
     with preserved(tensor for _, tensor in state):
         try:
             yield
         finally:
+            for owner, registered in buffers:
+                owner.update(registered)  # where the forward has put a new tensor in place of a buffer
             for names, name, tensor, version in versions:
                 if tensor._version != version and name not in names:
                     names.append(name)

@@ -127,3 +127,92 @@ def test_a_model_is_freed_with_its_runner(strategy, device):
     del model, runner
     gc.collect()
     assert weak() is None
+
+
+class ReplacesItsBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, tokens, positions):
+        hidden = tokens[:, None] + self.count
+        output = torch.empty_like(hidden)
+        sf_copy(hidden, output)
+        self.count = self.count + 1
+        return output
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable", "full"])
+def test_a_forward_that_replaces_its_buffer_is_refused_at_capture(strategy, device):
+    model = ReplacesItsBuffer().to(device)
+    count = model.count
+    runner = pcg.PrefillRunner(model, strategy, [8])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="^count is at "):
+            runner.capture(progress=False)
+        assert model.count is count and count == 0
+
+
+def a_size_from_the_host(x):
+    scale = x.sum().long().item()
+    output = torch.empty_like(x)
+    sf_copy(x, output)
+    return output * scale
+
+
+def a_number_from_the_host(x):
+    x = x + x.sum().item()
+    output = torch.empty_like(x)
+    sf_copy(x, output)
+    return output
+
+
+@pytest.mark.parametrize("function", [a_size_from_the_host, a_number_from_the_host])
+def test_a_traced_number_of_the_host_is_refused_by_name(function):
+    """Dynamo may trace ``item()``; what a piece of it does cannot be asked of fake tensors."""
+    try:
+        trace = pcg.trace(function, torch.ones(13, 4))
+    except pcg.TraceError:
+        return  # older ones do not
+    piecewise = pcg.PiecewiseModel(trace, [sf_copy], capture_sizes=[8])
+    with pytest.raises(pcg.CaptureError, match="needs a value on the host"):
+        piecewise.capture(torch.ones(8, 4))
+
+
+@pytest.mark.parametrize("in_place", [lambda t: t.t_(), lambda t: t.unsqueeze_(-1)], ids=["t_", "unsqueeze_"])
+def test_a_bridged_result_that_becomes_its_own_view(in_place, device):
+    fresh = pcg.eager_on_graph(lambda x: x * 2)
+
+    def function(x):
+        y = fresh(x + 1)
+        in_place(y)
+        return y + 1
+
+    x = torch.randn(3, 4, device=device)
+    sequence = capture_breakable(function, x, pool=pcg.GraphPool(device))
+    for _ in range(2):
+        x.normal_()
+        torch.testing.assert_close(sequence.replay(), function(x))
+
+
+def counts_in_a_constant(x):
+    total = torch.tensor(0.0)
+    total.add_(2)
+    return x * total
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable", "full"])
+def test_a_constant_that_is_written_starts_anew_at_every_replay(strategy):
+    """On CUDA the host's tensor is written once, at capture, and its value is an argument of the kernel."""
+    x = torch.randn(8, 4)
+    if strategy == "tc_piecewise":
+        trace = pcg.trace(counts_in_a_constant, torch.randn(13, 4))
+        replay = pcg.PiecewiseModel(trace, (), capture_sizes=[8], allow_none=True).capture(x).replay
+    elif strategy == "breakable":
+        replay = capture_breakable(counts_in_a_constant, x, pool=pcg.GraphPool("cpu")).replay
+    else:
+        graph = pcg.capture(counts_in_a_constant, x)
+        replay = lambda: graph.replay() or graph.output  # noqa: E731
+    for _ in range(3):
+        x.normal_()
+        torch.testing.assert_close(replay(), x * 2)
