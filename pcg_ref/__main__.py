@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: After ``--help``.
     """
-    from pcg_ref.tracing import TraceError
+    from pcg_ref.explain import TraceError
 
     try:
         options = _parser().parse_args(argv)

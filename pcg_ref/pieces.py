@@ -17,12 +17,12 @@ from torch import fx, nn
 
 from pcg_ref.compilers import EagerCompiler
 from pcg_ref.effects import Effects, effects
+from pcg_ref.explain import source_line
 from pcg_ref.graphs import CapturedGraph, capture
 from pcg_ref.ops import python_body
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment
 from pcg_ref.splitting import SplitItem
-from pcg_ref.tracing import source_line
 
 
 @dataclass

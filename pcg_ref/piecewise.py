@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from pcg_ref.compilers import COMPILERS
 from pcg_ref.effects import effects
+from pcg_ref.explain import source_line
 from pcg_ref.graphs import gc_held_off
 from pcg_ref.pieces import ConcreteSizeEntry, EagerPiece, Event, PiecewiseBackend, Shared, operators
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import SegmentSequence
 from pcg_ref.splitting import SplitItem, split_graph
-from pcg_ref.tracing import Trace, source_line
+from pcg_ref.tracing import Trace
 
 
 class PiecewiseModel:

@@ -16,16 +16,18 @@ from torch import nn
 
 from pcg_ref.buckets import bucket_for, default_buckets
 from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.explain import RecompileError
 from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import AttributeWatch, ParameterWatch, Writes, named_state, preserved_state
+from pcg_ref.state import Writes, named_state, preserved_state
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
-from pcg_ref.tracing import RecompileError, module_of
+from pcg_ref.tracing import module_of
 from pcg_ref.validation import require_hidden, validate_batch, validate_choices, validated_buckets
+from pcg_ref.watch import AttributeWatch, ParameterWatch
 
 # subtle: tensors made in inference mode can be written nowhere else and fail guards everywhere else, so that a runner made there would
 # be unusable outside. Nothing is made in it, whatever the caller does.
@@ -131,12 +133,20 @@ class PrefillRunner:
         finally:
             self._stateful = self._stateful or bool(writes.state)
         if writes.parameters:
-            self.sequences, self._ascending, self.implementation = {}, [], None
-            raise RuntimeError(
-                f"the forward writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make "
-                f"them buffers, whose values are restored"
+            self._give_up(
+                f"writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make them buffers, "
+                f"whose values are restored"
+            )
+        if read := [name for name, tensor in writes.replaced.items() if self.implementation.reads(tensor)]:
+            self._give_up(
+                f"puts a new tensor in place of {read}, and reads it at the next call; replay runs no Python, and would read the first one "
+                f"for ever. Write into it (copy_, add_)"
             )
         return self.report()
+
+    def _give_up(self, reason: str) -> None:
+        self.sequences, self._ascending, self.implementation = {}, [], None
+        raise RuntimeError(f"the forward {reason}")
 
     def _capture_remaining(self, progress: bool) -> None:
         if self.implementation is None:

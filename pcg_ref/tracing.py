@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import re
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +20,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-
-class TraceError(RuntimeError):
-    """The model cannot be traced as one graph; the message names the user's line and the remedy."""
-
-
-class RecompileError(RuntimeError):
-    """What the graphs were made for no longer holds. Nothing was traced or captured.
-
-    Attributes:
-        guard: The guard that failed, as Dynamo writes it; without a trace, the attribute that has changed.
-    """
-
-    def __init__(self, guard: str) -> None:
-        super().__init__(
-            f"these inputs or the model's state need another trace or capture, and the graphs belong to the first.\n"
-            f"Guard that failed: {guard}\n"
-            f"Restore the state, make it a tensor input, or build and capture anew."
-        )
-        self.guard = guard
+from pcg_ref.explain import RecompileError, TraceError, explained, failed_guard, guarded_names
 
 
 class _Traced(Exception):
@@ -136,7 +116,7 @@ class Trace:
         except RuntimeError as error:
             if not (self._frozen and "Detected recompile" in str(error)):
                 raise
-            raise RecompileError(self._failed_guard(args)) from None
+            raise RecompileError(failed_guard(self._function, args)) from None
         finally:
             self._body = earlier
 
@@ -153,27 +133,13 @@ class Trace:
         with contextlib.suppress(_Traced):
             self.call(stop, *args)
 
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether this very tensor was an input when the model was traced."""
+        return any(value is tensor for value in self.example_inputs)
+
     def guarded_names(self) -> frozenset[str] | None:
         """Every name of an attribute that a guard reads, and others; ``None`` if torch does not tell."""
-        try:
-            function = getattr(self._function, "__func__", self._function)
-            entry = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)[0]  # private: as below
-            return frozenset(re.findall(r"\w+", str(entry.guard_manager)))
-        except Exception:
-            return None
-
-    @torch.no_grad()
-    def _failed_guard(self, args: Sequence) -> str:
-        # private: torch logs why a guard failed but has no public function that returns it.
-        try:
-            function = getattr(self._function, "__func__", self._function)
-            bound = inspect.signature(function).bind(*([self._function.__self__] if function is not self._function else []), *args)
-            bound.apply_defaults()
-            frame_locals = {**inspect.getclosurevars(function).nonlocals, **bound.arguments}
-            entry = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)[0]
-            return "; ".join(str(part) for part in entry.guard_manager.check_verbose(frame_locals).verbose_code_parts)
-        except Exception as error:  # an explanation must never hide the error that it explains
-            return f"unknown ({type(error).__name__}); run with TORCH_LOGS=recompiles"
+        return guarded_names(self._function)
 
 
 def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int | Sequence[int]] | None = None) -> Trace:
@@ -209,7 +175,7 @@ def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int |
         result.mark_owners(example_args)
         return result
     except Exception as error:
-        raise _explain(error) from error
+        raise explained(error) from error
     raise TraceError("the model launches nothing that can be traced: its FX graph is empty")
 
 
@@ -272,32 +238,3 @@ def with_own_code(model: Callable) -> Callable:
     copy = types.FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
     copy.__kwdefaults__ = model.__kwdefaults__
     return copy
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's line that a node comes from (of a placeholder: that first reads it), as ``file:line (code)``."""
-    frames = _frames(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(os.path.dirname(torch.__file__))]
-    return "{}:{} ({})".format(*(own or frames)[-1]) if frames else "a line that torch does not name"
-
-
-def _frames(stack: str) -> list[tuple[str, str, str]]:
-    return re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.+)', stack)
-
-
-def _explain(error: Exception) -> Exception:
-    if not type(error).__module__.startswith(("torch._dynamo", "torch.fx")):
-        return error  # the user's own exception
-    text = str(error).split("User stack:")
-    frames = _frames(text[-1])
-    if stack := getattr(error, "real_stack", None):  # private: most of Dynamo's errors carry the user's stack here
-        frames = [(frame.filename, frame.lineno, frame.line) for frame in stack]
-    where = "{}:{} ({})".format(*frames[-1]) if frames else "a line that torch does not name"
-    reason = " ".join(text[0].split("\n\n")[0].split())
-    remedy = "Move that line out of the traced function, hide it in an operator (register_custom_op)"
-    if "specialized" in reason:  # Dynamo's word for a dynamic size that the code fixes to a number
-        remedy = "Write that line in terms of its inputs' shapes, or make the dimension static (dynamic_dims)"
-    return TraceError(
-        f"the model cannot be traced as one graph: {reason}\n  at {where}\n"
-        f"{remedy}, or capture without a compiler: strategy='breakable'."
-    )

@@ -15,7 +15,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils._pytree import tree_map_only
 
 import pcg_ref as pcg
-from pcg_ref import pieces, runner, segments, splitting, state
+from pcg_ref import pieces, runner, segments, splitting, watch
 from pcg_ref.strategies import breakable
 
 
@@ -95,11 +95,11 @@ def half_captured_is_kept(patch):
 
 
 def moved_weights_are_not_noticed(patch):
-    patch.setattr(state.ParameterWatch, "check", lambda self: None)
+    patch.setattr(watch.ParameterWatch, "check", lambda self: None)
 
 
 def attributes_are_not_noticed(patch):
-    patch.setattr(state.AttributeWatch, "change", lambda self: None)
+    patch.setattr(watch.AttributeWatch, "change", lambda self: None)
 
 
 def positions_are_not_filled(patch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pcg_ref as pcg
-from pcg_ref import hazards, pieces, runner, segments, splitting, state, tracing
+from pcg_ref import hazards, pieces, runner, segments, splitting, tracing, watch
 from pcg_ref.effects import Effects
 from pcg_ref.hazards import HAZARDS, Verdict, __main__, judge
 from pcg_ref.strategies import breakable, full, tc_piecewise
@@ -109,7 +109,7 @@ TAKEN_OUT = {
     ),
     "H9 state put back": (without_preserved_state, "state changed"),
     "H10 the frozen trace": (lambda patch: patch.setattr(tracing.Trace, "freeze", lambda self: None), "recompiled"),
-    "H10 the look at attributes": (lambda patch: patch.setattr(state.AttributeWatch, "change", lambda self: None), "wrong numbers"),
+    "H10 the look at attributes": (lambda patch: patch.setattr(watch.AttributeWatch, "change", lambda self: None), "wrong numbers"),
     "H11 the padding factor": (choose("PrefillRunner", max_padding_factor=100), "over-padded"),
     "H12 real rows alone": (
         lambda patch: patch.setattr(pcg.ForwardContext, "num_tokens", property(lambda self: self.padded_num_tokens)), "wrong numbers",
@@ -123,7 +123,7 @@ TAKEN_OUT = {
     "H14 the collector held off": (without_gc_held_off, "collected during capture"),
     "H15 weak references": (lambda patch: patch.setattr(full, "weak_ref", lambda value, pool: value), "pool grew"),
     "H15 the largest first": (lambda patch: patch.setattr(runner, "_bar", lambda items, progress: items[::-1]), "pool grew"),
-    "H16 the watch": (lambda patch: patch.setattr(state.ParameterWatch, "check", lambda self: None), "stale numbers"),
+    "H16 the watch": (lambda patch: patch.setattr(watch.ParameterWatch, "check", lambda self: None), "stale numbers"),
 }
 splitting_module = splitting.split_module
 

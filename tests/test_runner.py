@@ -722,6 +722,26 @@ def test_state_that_is_not_registered_is_what_it_was_after_capture(strategy, rep
     assert all(map(torch.equal, model.state(), twin.state()))
 
 
+class Rebinds(Small):
+    """Puts a new tensor in place of the one that it reads, or of one that it does not."""
+
+    def __init__(self, reads, device):
+        super().__init__()
+        self.reads, self.total = reads, torch.zeros(WIDTH, device=device)
+
+    def forward(self, tokens, positions):
+        hidden = super().forward(tokens, positions)
+        self.total = self.total + 1 if self.reads else hidden[0] + 1
+        return hidden + self.total
+
+
+@over(CAPTURED)
+def test_a_forward_that_replaces_a_tensor_it_reads_is_refused(strategy, replay, device):
+    for buckets in ([8], [8, 4]):
+        with pytest.raises(RuntimeError, match=r"total.*(Write into it|put it back|Change tensors in place)|L\['self'\]"):
+            captured(Rebinds(True, device).to(device), strategy, replay, buckets)
+
+
 def test_state_that_a_function_closes_over_is_what_it_was_after_capture(device):
     total, table = torch.zeros(WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
 

@@ -14,9 +14,10 @@ from torch.fx.passes.split_module import split_module
 from pcg_ref.boundaries import boundaries
 from pcg_ref.context import PackedBatch, forward_context
 from pcg_ref.exercises import answered, device, equal, exercise, require
+from pcg_ref.explain import TraceError
 from pcg_ref.ops import register_custom_op, split_ops
 from pcg_ref.splitting import split_graph
-from pcg_ref.tracing import TraceError, trace
+from pcg_ref.tracing import trace
 
 D = 16
 

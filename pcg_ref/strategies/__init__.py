@@ -35,6 +35,9 @@ class Strategy(Protocol):
     def refuses(self, batch: PackedBatch) -> str | None:
         """Why this batch must run eagerly, or ``None``."""
 
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Whether the forward has read this tensor, one that the model kept before the first capture."""
+
     def guarded_names(self) -> frozenset[str] | None:
         """Names of the module attributes that the graphs may depend on; ``None`` if any may be one."""
 

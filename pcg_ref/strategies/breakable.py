@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pcg_ref.breaks import break_handler
 from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.explain import RecompileError
 from pcg_ref.graphs import gc_held_off, recorder
 from pcg_ref.ops import python_body, split_ops
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment, SegmentSequence
+from pcg_ref.state import Reads
 from pcg_ref.strategies import stand_in
-from pcg_ref.tracing import RecompileError
 
 
 def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output: str = "bridge") -> SegmentSequence:
@@ -112,17 +113,22 @@ class BreakableStrategy:
     def __init__(self, model: Callable, pool: GraphPool, on_fresh_output: str = "bridge") -> None:
         self.model, self.pool, self.on_fresh_output = model, pool, on_fresh_output
         self.setup_s: dict[str, float] = {}  # nothing is traced or compiled
+        self._reads = Reads()
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
         with self.context(stand_in(self.model, tokens), bucket), gc_held_off(), torch.no_grad():
-            with self.pool.on_stream():
+            with self.pool.on_stream(), self._reads:
                 self.model(tokens, positions)  # warm-up
             return capture_breakable(self.model, tokens, positions, pool=self.pool, on_fresh_output=self.on_fresh_output)
 
     def refuses(self, batch: PackedBatch) -> str | None:
         """Nothing: eager segments read whatever the batch is."""
         return None
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """See ``Strategy.reads``."""
+        return tensor in self._reads
 
     def guarded_names(self) -> frozenset[str] | None:
         """Any: nobody has seen what the forward reads."""

@@ -14,13 +14,13 @@ from itertools import accumulate
 import torch
 
 from pcg_ref.context import PackedBatch, forward_context
+from pcg_ref.explain import RecompileError
 from pcg_ref.graphs import capture, gc_held_off
 from pcg_ref.piecewise import PiecewiseModel
 from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import GraphSegment, SegmentSequence
-from pcg_ref.state import preserved
+from pcg_ref.state import Reads, preserved
 from pcg_ref.strategies.tc_piecewise import general_run, trace_with_example
-from pcg_ref.tracing import RecompileError
 
 
 class FullStrategy:
@@ -43,6 +43,7 @@ class FullStrategy:
         self.cu_seqlens = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
         # A compiler needs the FX graph; uncut, it is one piece, and lives as any piece does.
         self.piecewise = None
+        self._reads = Reads()
         self.setup_s: dict[str, float] = {}
         if compiler != "eager":
             start = time.perf_counter()
@@ -58,7 +59,7 @@ class FullStrategy:
             if self.piecewise is not None:
                 with preserved(self.piecewise.written()):
                     return self.piecewise.capture(tokens, positions)
-            with self.pool.on_stream():
+            with self.pool.on_stream(), self._reads:
                 self.model(tokens, positions)  # warm-up
             graph = capture(self.model, tokens, positions, pool=self.pool)
         output, graph.output = weak_ref(graph.output, self.pool), None
@@ -67,6 +68,10 @@ class FullStrategy:
     def refuses(self, batch: PackedBatch) -> str | None:
         """See ``Strategy.refuses``."""
         return f"more than {self.max_requests} requests" if batch.num_requests > self.max_requests else None
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """See ``Strategy.reads``."""
+        return self.piecewise.trace.reads(tensor) if self.piecewise is not None else tensor in self._reads
 
     def guarded_names(self) -> frozenset[str] | None:
         """See ``Strategy.guarded_names``; without a trace, any."""

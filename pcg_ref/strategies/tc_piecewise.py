@@ -97,6 +97,10 @@ class TcPiecewiseStrategy:
         """Nothing: eager segments read whatever the batch is."""
         return None
 
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """See ``Strategy.reads``."""
+        return self.piecewise.trace.reads(tensor)
+
     def guarded_names(self) -> frozenset[str] | None:
         """See ``Strategy.guarded_names``."""
         return self.piecewise.trace.guarded_names()
