@@ -52,7 +52,8 @@ class PackedBatch:
                 raise ValueError(f"{len(self.prefix_lengths)} prefix_lengths for {len(self.lengths)} requests; give one for each")
         if self.min_token < 0:
             raise ValueError(f"tokens holds the negative id {self.min_token}; token ids start at 0")
-        self.host_positions  # noqa: B018  planned here, where a server would still be busy with the batch before, and not in the forward
+        # Planned here, where a server would still be busy with the batch before, and not in the forward.
+        self.positions, self.cu_seqlens  # noqa: B018
 
     @property
     def num_tokens(self) -> int:
@@ -79,15 +80,10 @@ class PackedBatch:
         return self._token_range[1]
 
     @cached_property
-    def host_positions(self) -> torch.Tensor:
-        """``[T]`` int64 on the CPU: each token's place in its own request, its prefix included."""
-        starts = self.prefix_lengths or [0] * self.num_requests
-        return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, self.lengths)])
-
-    @cached_property
     def positions(self) -> torch.Tensor:
         """``[T]`` int64 on the tokens' device: each token's place in its own request, its prefix included."""
-        return to_device(self.host_positions, self.tokens.device)
+        starts = self.prefix_lengths or [0] * self.num_requests
+        return to_device(torch.cat([torch.arange(start, start + n) for start, n in zip(starts, self.lengths)]), self.tokens.device)
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
@@ -164,7 +160,8 @@ class ForwardContext:
         """``[B+1]`` int32 (``B+2`` with padding) on the tokens' device: the running sums of ``lengths``."""
         if self.static_cu_seqlens is not None:
             return self.static_cu_seqlens
-        return cumulative(self.lengths, self._batch.tokens.device)
+        same = self.padded_num_tokens == self.num_tokens
+        return self._batch.cu_seqlens if same else cumulative(self.lengths, self._batch.tokens.device)
 
     @cached_property
     def max_length(self) -> int:

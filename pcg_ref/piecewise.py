@@ -6,6 +6,7 @@ Letters: ``T`` tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -160,6 +161,7 @@ class PiecewiseModel:
             f"address. Copy into the captured tensor ({name}.copy_), or build and capture anew\n  first read at {where}"
         )
 
+    @cached_property
     def written(self) -> list[torch.Tensor]:
         """What the traced program writes to beside its arguments: buffers, and tensors that any other object keeps."""
         found = effects(self.trace.graph_module)

@@ -156,10 +156,9 @@ class PrefillRunner:
         else:
             self._watch.remember()
             self._autocast = _autocast(self.device)
-        names = self.implementation.guarded_names()
+        self._attributes.remember(self.implementation.guarded_names())
         for bucket in _bar([b for b in reversed(self.buckets) if b not in self.sequences], progress):
             start, before = time.perf_counter(), self.pool.bytes
-            self._attributes.remember(names)
             sequence = self.implementation.capture(bucket, self._tokens[:bucket], self._positions[:bucket])
             self._attributes.settle()
             self._watch.check()  # a forward that replaces a buffer, self.count = self.count + 1, would do so at no replay
@@ -260,7 +259,7 @@ class PrefillRunner:
     def _fill(self, batch: PackedBatch, bucket: int) -> None:
         """Copy the batch into the static inputs; padded rows are token 0 at position 0."""
         n = batch.num_tokens
-        for static, values in ((self._tokens, batch.tokens), (self._positions, batch.host_positions)):
+        for static, values in ((self._tokens, batch.tokens), (self._positions, batch.positions)):
             static[:n].copy_(values, non_blocking=True)
             if n < bucket:
                 static[n:bucket].zero_()

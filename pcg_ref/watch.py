@@ -98,7 +98,7 @@ class AttributeWatch:
         self._take(self._find(), set())
 
     def settle(self) -> None:
-        """The same after a forward; what has changed since ``remember`` is the forward's own, and is looked at no more."""
+        """The same after each capture; what has changed since the last call is the forward's own, and is looked at no more."""
         found, before = self._find(), self._found
         same = lambda name: before[name].value is found[name].value and before[name].places == found[name].places  # noqa: E731
         self._take(found, {name for name in found if name in before and not same(name)})

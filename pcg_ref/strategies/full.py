@@ -57,7 +57,7 @@ class FullStrategy:
         """Capture one bucket; see ``Strategy.capture``."""
         with self.context(PackedBatch(torch.zeros_like(tokens), [bucket]), bucket), gc_held_off(), torch.no_grad():
             if self.piecewise is not None:
-                with preserved(self.piecewise.written()):
+                with preserved(self.piecewise.written):
                     return self.piecewise.capture(tokens, positions)
             with self.pool.on_stream(), self._reads:
                 self.model(tokens, positions)  # warm-up

@@ -38,7 +38,7 @@ def general_run(piecewise: PiecewiseModel, context: Callable, stand_in: Callable
     What the trace writes to is restored, wherever the model keeps it.
     """
     tokens, positions = (torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=piecewise.pool.device) for _ in range(2))
-    with context(stand_in(tokens), _EXAMPLE_TOKENS), preserved(piecewise.written()):
+    with context(stand_in(tokens), _EXAMPLE_TOKENS), preserved(piecewise.written):
         piecewise(tokens, positions)
 
 
@@ -90,7 +90,7 @@ class TcPiecewiseStrategy:
 
     def capture(self, bucket: int, tokens: torch.Tensor, positions: torch.Tensor) -> SegmentSequence:
         """Capture one bucket; see ``Strategy.capture``."""
-        with self.context(stand_in(self.model, tokens), bucket), gc_held_off(), preserved(self.piecewise.written()):
+        with self.context(stand_in(self.model, tokens), bucket), gc_held_off(), preserved(self.piecewise.written):
             return self.piecewise.capture(tokens, positions)
 
     def refuses(self, batch: PackedBatch) -> str | None:
