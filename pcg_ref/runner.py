@@ -152,7 +152,7 @@ class PrefillRunner:
         if self.implementation is None:
             self.implementation = self._make_strategy()
         if self.sequences:
-            self._watch.check()  # an earlier call captured some: all buckets must read the same weights
+            self._check_model(self._ascending[0])  # an earlier call captured some: all buckets must freeze the same
         else:
             self._watch.remember()
             self._autocast = _autocast(self.device)

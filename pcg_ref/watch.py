@@ -134,14 +134,17 @@ class AttributeWatch:
 
     def change(self) -> str | None:
         """The first attribute that has changed, with both values in words, or ``None``."""
-        current = list(map(dict.get, self._owners, self._keys))
+        if list(map(len, self._dicts)) != self._sizes and (hidden := self._hidden()):
+            return hidden
         # subtle: by identity, with map and in C. Values are compared only after that, because an equal number may be another object.
-        if not all(map(operator.is_, current, self._expected)):
-            for name, attribute in self._found.items():
-                old, new = attribute.value, attribute.owner.get(attribute.key)
-                if name not in self._changing and new is not old and not attribute.places and not _equal(new, old):
-                    return f"{name} was {_word(old)} at capture and is {_word(new)}"
-        return self._hidden() if list(map(len, self._dicts)) != self._sizes else None
+        if all(map(operator.is_, map(dict.get, self._owners, self._keys), self._expected)):
+            return None
+        for name, attribute in self._found.items():
+            old, new = attribute.value, attribute.owner.get(attribute.key)
+            if name not in self._changing and new is not old and not attribute.places and not _equal(new, old):
+                return f"{name} was {_word(old)} at capture and is {_word(new)}"
+        self.accept()  # other objects, equal values
+        return None
 
     def _hidden(self) -> str | None:
         """An attribute that was the class's at capture, and is the object's own now."""

@@ -490,6 +490,22 @@ def test_moved_weights_are_noticed_before_state_is_written_also_after_a_failed_c
     assert runner.model.count == 0 and old is not None
 
 
+@over(CAPTURED)
+def test_what_changed_between_two_calls_of_capture_is_noticed(strategy, replay, device, monkeypatch):
+    runner = pcg.PrefillRunner(Small().to(device), strategy, [8, 4], replay=replay)
+    with monkeypatch.context() as patch:
+        make = runner._make_strategy
+        patch.setattr(runner, "_make_strategy", lambda: FailsAtSecond(make(), []))
+        with pytest.raises(ZeroDivisionError):
+            runner.capture(progress=False)
+    runner.model.scale = 5
+    with pytest.raises(pcg.RecompileError, match="scale"):
+        runner.capture(progress=False)
+    runner.model.scale = 2
+    runner.capture(progress=False)
+    serve(runner, device, batches=[(5,), (3,)])
+
+
 class FailsAtSecond:
     def __init__(self, strategy, calls):
         self.strategy, self.calls = strategy, calls
