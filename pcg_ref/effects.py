@@ -138,6 +138,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.written.update(storage_id(tensor) for tensor in written_arguments(func, args, kwargs))
-        if func.namespace != "prim" and not (is_view(func) or changes_the_object(func) or is_allocation(func)):  # prim::device and the like ask, they do no work
+        only_asks = func.namespace == "prim"  # prim::device and the like
+        if not (only_asks or is_view(func) or changes_the_object(func) or is_allocation(func)):
             self.launches.append(func._schema.name)
         return func(*args, **kwargs)

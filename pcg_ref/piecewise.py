@@ -217,12 +217,12 @@ def _refuse_changed_objects(items: Sequence[SplitItem]) -> None:
             tensor = node.args[0] if node.target in _CHANGES_THE_OBJECT else None
             if tensor is not None and (tensor.op == "placeholder" or tensor in leaving):
                 raise ValueError(
-                    f"{node.target}() changes the tensor object {tensor.name!r}, which other pieces or the caller have too, and no graph can "
-                    f"hold that; write y = x.{node.target.removesuffix('_')}(...)\n  at {source_line(node)}"
+                    f"{node.target}() changes the tensor object {tensor.name!r}, which other pieces or the caller have too, and no graph "
+                    f"can hold that; write y = x.{node.target.removesuffix('_')}(...)\n  at {source_line(node)}"
                 )
 
 
-_CHANGES_THE_OBJECT = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_", "set_")
+_CHANGES_THE_OBJECT = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ resize_ resize_as_ set_".split())
 
 
 def _refuse_fresh_outputs(items: Sequence[SplitItem]) -> None:

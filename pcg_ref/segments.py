@@ -85,8 +85,8 @@ class Bridge:
         name = self.arguments[i] if i < len(self.arguments) else f"tensor argument {i}"
         (old, _, shape), (new, _, new_shape) = before[i], after[i]
         raise self._error(
-            f"{self.name} gave {name} other memory: it is at {new:#x} with shape {list(new_shape)}, and was at {old:#x} with {list(shape)}; "
-            f"the graphs read the old address. Write into it (copy_) instead of set_, resize_ or .data"
+            f"{self.name} gave {name} other memory: it is at {new:#x} with shape {list(new_shape)}, and was at {old:#x} with "
+            f"{list(shape)}; the graphs read the old address. Write into it (copy_) instead of set_, resize_ or .data"
         )
 
     def _settle(self, i: int, result: torch.Tensor, argument: int | None) -> torch.Tensor:

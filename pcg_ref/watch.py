@@ -1,4 +1,4 @@
-"""What the graphs have frozen of a model: the addresses of its weights, and the Python values that its forward read. Nothing here writes."""
+"""What the graphs have frozen of a model: the addresses of its weights, and the Python values that its forward read."""
 
 from __future__ import annotations
 

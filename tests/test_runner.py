@@ -553,7 +553,7 @@ def test_debug_finds_an_eager_segment_that_moves_what_it_writes(device):
     runner = captured(Moves().to(device), "tc_piecewise", "flat", [8], debug=True)
     serve(runner, device, batches=[(5,)])
     Moves.moved = True
-    message = r"submod_1 \(pcg_ref\.rn_moves\) gave mixed other memory: it is at 0x\w+ .* was at 0x\w+ .*\n  at .*test_runner\.py:\d+ \(rn_moves"
+    message = r"submod_1 \(pcg_ref\.rn_moves\) gave mixed other memory: it is at 0x\w+ .* at 0x\w+ .*\n  at .*runner\.py:\d+ \(rn_moves"
     try:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=message):
