@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from pcg_ref.compilers import COMPILERS
@@ -210,15 +211,15 @@ def _find_dynamic_dim(trace: Trace) -> tuple[int, int]:
 
 
 def _refuse_changed_objects(items: Sequence[SplitItem]) -> None:
-    """A graph replays what is done to memory. ``t_()`` is done to the tensor object, which other pieces would see as it was before."""
+    """A graph replays what is done to memory. ``t_()`` is done to the tensor object, and other pieces have the one of before."""
     for item in items:
-        leaving = tree_leaves(item.graph.graph.find_nodes(op="output")[0].args)
-        for node in item.graph.graph.find_nodes(op="call_method"):
-            tensor = node.args[0] if node.target in _CHANGES_THE_OBJECT else None
-            if tensor is not None and (tensor.op == "placeholder" or tensor in leaving):
+        for node in item.graph.graph.nodes:
+            name = node.target._schema.name.split("::")[-1] if isinstance(node.target, torch._ops.OpOverload) else node.target
+            tensor = node.args[0] if node.op.startswith("call_") and node.args and name in _CHANGES_THE_OBJECT else None
+            if isinstance(tensor, fx.Node) and tensor.op == "placeholder":
                 raise ValueError(
-                    f"{node.target}() changes the tensor object {tensor.name!r}, which other pieces or the caller have too, and no graph "
-                    f"can hold that; write y = x.{node.target.removesuffix('_')}(...)\n  at {source_line(node)}"
+                    f"{name}() changes the tensor object {tensor.name!r}, which another piece or the caller has made, and no graph can "
+                    f"hold that; write y = x.{name.removesuffix('_')}(...)\n  at {source_line(node)}"
                 )
 
 

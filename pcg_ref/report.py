@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class RunnerReport(dict):
-    """Keys: ``strategy``, ``compiler``, ``replay``, ``device``, ``pool_bytes``, ``setup_s``, ``compile_count``, ``policies``, ``buckets``,
-    ``bridged``, ``eager`` and ``refused``.
+    """Keys: ``strategy``, ``compiler``, ``replay``, ``debug``, ``device``, ``pool_bytes``, ``setup_s``, ``compile_count``, ``policies``,
+    ``buckets``, ``bridged``, ``eager`` and ``refused``.
 
     ``setup_s`` holds the seconds spent to trace, compile and capture, as far as the strategy does so; ``compile_count`` how often the
     compiler's backend was called, once unless something is wrong, or ``None`` without a trace.
@@ -22,7 +22,8 @@ class RunnerReport(dict):
         super().__init__(
             strategy=runner.strategy,
             compiler=runner.compiler,
-            replay=runner.replay,
+            replay="stitched" if runner.debug and runner.strategy == "tc_piecewise" else runner.replay,
+            debug=runner.debug,
             device=str(runner.device),
             pool_bytes=runner.pool.bytes,
             setup_s={**(runner.implementation.setup_s if runner.implementation else {}), "capture": sum(runner._capture_ms.values()) / 1e3},

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
 
 from pcg_ref.buckets import bucket_for, default_buckets
 from pcg_ref.context import PackedBatch, forward_context
@@ -21,11 +20,11 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import Writes, named_state, preserved_state
+from pcg_ref.state import Writes, named_modules, named_state, preserved_state
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
-from pcg_ref.tracing import module_of
+from pcg_ref.tracing import no_autocast_cache
 from pcg_ref.validation import require_hidden, validate_batch, validate_choices, validated_buckets
 from pcg_ref.watch import AttributeWatch, ParameterWatch
 
@@ -126,27 +125,36 @@ class PrefillRunner:
         """
         if self.strategy == "eager":
             return self.report()
-        writes = Writes()
+        writes, failed = Writes(), True
         try:
-            with preserved_state(self.model, writes), _preserved_random_state(self.device), gc_held_off(), torch.no_grad():
-                self._capture_remaining(progress)
+            with preserved_state(self.model, writes), _preserved_random_state(self.device), no_autocast_cache(), gc_held_off():
+                with torch.no_grad():
+                    self._capture_remaining(progress)
+            failed = False
         finally:
             self._stateful = self._stateful or bool(writes.state)
+            if reason := self._unfit(writes):
+                self.sequences, self._ascending, self.implementation = {}, [], None
+            if reason or failed:
+                writes.undo_replacing()
+        if reason:
+            raise RuntimeError(f"the forward {reason}")
+        return self.report()
+
+    def _unfit(self, writes: Writes) -> str | None:
+        """Why what was captured must not be replayed."""
         if writes.parameters:
-            self._give_up(
+            return (
                 f"writes to the parameters {writes.parameters}, which warm-up has already done and replay would repeat; make them buffers, "
                 f"whose values are restored"
             )
-        if read := [name for name, tensor in writes.replaced.items() if self.implementation.reads(tensor)]:
-            self._give_up(
+        read = [name for name, tensor in writes.replaced.items() if self.implementation and self.implementation.reads(tensor)]
+        if read:
+            return (
                 f"puts a new tensor in place of {read}, and reads it at the next call; replay runs no Python, and would read the first one "
                 f"for ever. Write into it (copy_, add_)"
             )
-        return self.report()
-
-    def _give_up(self, reason: str) -> None:
-        self.sequences, self._ascending, self.implementation = {}, [], None
-        raise RuntimeError(f"the forward {reason}")
+        return None
 
     def _capture_remaining(self, progress: bool) -> None:
         if self.implementation is None:
@@ -285,9 +293,8 @@ def _preserved_random_state(device: torch.device) -> AbstractContextManager:
 
 
 def _device_of(model: Callable) -> torch.device:
-    module = module_of(model)
-    parameters = module.parameters() if isinstance(module, nn.Module) else ()
-    tensors = [*parameters, *(tensor for _, tensor in named_state(model))]
+    tensors = [p for _, child in named_modules(model) for p in child.parameters(recurse=False)]
+    tensors += [tensor for _, tensor in named_state(model)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 

@@ -5,7 +5,7 @@ Replay is a loop. Whatever found the boundaries (a compiler, the capture itself,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,9 +52,17 @@ class Bridge:
         self.buffers: dict[int, torch.Tensor] = {}
         self._constants: dict[int, object] | None = None
         self._places: dict[int, tuple | None] = {}
+        self._state: dict[int, int] = {}  # results that are neither an argument nor new, and where they are
 
-    def call(self, function: Callable, args: tuple, kwargs: Mapping) -> object:
+    def call(self, function: Callable, args: tuple, kwargs: Mapping, made: Container[int] | None = None) -> object:
         """``function(*args, **kwargs)``, with its fresh tensors replaced by the buffers.
+
+        Args:
+            function: What is called.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            made: At the first call: addresses of the memory that the function allocates. Results elsewhere are state that was there before
+                and stay what they are. By default every result that is in no argument is taken for fresh.
 
         Raises:
             RuntimeError: Fresh memory under ``"error"``; a tensor of another shape or dtype, or in another argument's memory, than at the
@@ -77,6 +85,11 @@ class Bridge:
         fresh = [_address(leaf) for i, leaf in enumerate(leaves) if i not in constants and _address(leaf) not in memory and leaf.numel()]
         if len(set(fresh)) < len(fresh):
             raise self._error(f"{self.name} returns several tensors in the same fresh memory, which buffers would part; return copies")
+        for i, leaf in enumerate(leaves):
+            if made is not None and i not in constants and leaf.numel() and _address(leaf) not in made and _address(leaf) not in memory:
+                self._state[i] = _address(leaf)
+            if i in self._state:
+                memory[self._state[i]] = f"state at {self._state[i]:#x}"
         kept = [leaf if i in constants else self._settle(i, leaf, memory.get(_address(leaf))) for i, leaf in enumerate(leaves)]
         return tree_unflatten(kept, spec)
 
@@ -89,14 +102,14 @@ class Bridge:
             f"{list(shape)}; the graphs read the old address. Write into it (copy_) instead of set_, resize_ or .data"
         )
 
-    def _settle(self, i: int, result: torch.Tensor, argument: int | None) -> torch.Tensor:
+    def _settle(self, i: int, result: torch.Tensor, argument: int | str | None) -> torch.Tensor:
         # subtle: a function may return its argument for one batch and something new for the next; the graph reads one place.
         view = (argument, result.storage_offset(), result.shape, result.stride(), result.dtype)
         place = None if argument is None else view
         if self._places.setdefault(i, place) != place:
             raise self._error(
-                f"result {i} of {self.name} is {'fresh memory' if place is None else 'a view of an argument'} now, and was another place "
-                f"when the graphs were captured; return fresh memory always, or always the same view"
+                f"result {i} of {self.name} is {'in other memory' if place is None else 'a view of what it was given'} now, and was "
+                f"elsewhere when the graphs were captured; return fresh memory always, or always the same view"
             )
         return self._keep(i, result) if argument is None else result
 

@@ -69,10 +69,11 @@ def split_graph(
 
     piece_of, splitting = _assign_pieces(graph.graph, targets)
     if not splitting and not allow_none:
-        called = sorted({str(n.target) for n in graph.graph.nodes if n.op == "call_function"})
+        called = sorted({getattr(n.target, "__name__", str(n.target)) for n in graph.graph.nodes if n.op == "call_function"})
         raise ValueError(
             f"no split operator in the graph: looked for {[str(op) for op in ops] or 'nothing, the registry is empty'}, the graph "
-            f"calls {called}; register one with @register_split_op(), name it in ops=, or pass allow_none=True"
+            f"calls {called}. Let the model call one (pcg.unified_attention_with_output, or your own with @register_split_op()); without "
+            f"any, split_graph and PiecewiseModel take allow_none=True, and a runner strategy='full'"
         )
     # subtle: keep_original_order. Without it split_module sorts pieces by data dependence alone, and a mutation moves across a read.
     split = split_module(graph, None, lambda node: piece_of[node], keep_original_order=True)

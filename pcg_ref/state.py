@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -17,9 +19,36 @@ OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}  # hooks and the dicti
 
 
 def named_modules(model: Callable) -> Iterable[tuple[str, nn.Module]]:
-    """Every module of the model by its name; none for a function."""
-    module = module_of(model)
-    return module.named_modules() if isinstance(module, nn.Module) else ()
+    """Every module behind the model by its name, each once: its submodules, and modules in plain lists, fields and closures."""
+    root = module_of(model)
+    seen: set[int] = set()
+    waiting = [("", root)] if isinstance(root, nn.Module) else [(name, m) for name, value in _held(root) for m in _leaves(value, nn.Module)]
+    while waiting:
+        prefix, module = waiting.pop(0)
+        for name, child in module.named_modules(prefix=prefix):
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield name, child
+                attributes = [(key, value) for key, value in vars(child).items() if key not in OF_EVERY_MODULE]
+                waiting += [(f"{name}.{key}" if name else key, m) for key, value in attributes for m in _leaves(value, nn.Module)]
+
+
+def _held(root: object) -> list[tuple[str, object]]:
+    """What a function closes over or reads of its globals, and what any other object keeps in its fields."""
+    if inspect.isfunction(root):
+        found = inspect.getclosurevars(root)
+        return [*found.nonlocals.items(), *found.globals.items()]
+    return list(getattr(root, "__dict__", {}).items())
+
+
+def _leaves(value: object, kind: type, depth: int = 4) -> Iterable:
+    """What is of this kind in a value, in lists, tuples and dictionaries, and in the fields of plain objects among these."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, kind):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, (torch.Tensor, ModuleType)):
+            for field in vars(leaf).values():
+                yield from _leaves(field, kind, depth - 1)
 
 
 class Writes:
@@ -30,16 +59,26 @@ class Writes:
         self.state: list[str] = []
         self.parameters: list[str] = []
         self.replaced: dict[str, torch.Tensor] = {}
+        self._bindings: list[tuple[dict, str, object, object]] = []
+
+    def undo_replacing(self) -> None:
+        """Put the tensors back into the attributes, lists and dictionaries that held them."""
+        for owner, key, value, contents in self._bindings:
+            owner[key] = value
+            if isinstance(value, list):
+                value[:] = contents
+            elif isinstance(value, dict):
+                value.clear()
+                value.update(contents)
 
 
 def named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
-    """Registered buffers, tensors in attributes, and tensors that a function closes over."""
+    """Registered buffers, tensors in attributes, and tensors that a function closes over or an object keeps."""
     for prefix, child in named_modules(model):
         for _, key, value in _bindings_of(child):
             yield from ((f"{prefix}.{key}" if prefix else key, tensor) for tensor in tensors_in(value))
-    if inspect.isfunction(function := module_of(model)):
-        for key, value in inspect.getclosurevars(function).nonlocals.items():
-            yield from ((key, tensor) for tensor in tensors_in(value))
+    if not isinstance(root := module_of(model), nn.Module):
+        yield from ((key, tensor) for key, value in _held(root) for tensor in tensors_in(value))
 
 
 def _bindings_of(module: nn.Module) -> list[tuple[dict, str, object]]:
@@ -48,13 +87,13 @@ def _bindings_of(module: nn.Module) -> list[tuple[dict, str, object]]:
     return [(module._buffers, key, value) for key, value in module._buffers.items()] + attributes
 
 
+def _parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
+
+
 def tensors_in(value: object) -> Iterable[torch.Tensor]:
     """The tensors in a value, in lists, tuples and dictionaries, and in the fields of plain objects among these."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
-            yield from (field for field in tree_leaves(vars(leaf)) if isinstance(field, torch.Tensor))
+    return _leaves(value, torch.Tensor)
 
 
 class Reads(TorchDispatchMode):
@@ -86,8 +125,7 @@ def preserved_state(model: Callable, writes: Writes):
         writes: Filled in when the block ends.
     """
     state = [(name, tensor) for name, tensor in named_state(model) if not isinstance(tensor, nn.Parameter)]
-    module = module_of(model)
-    parameters = list(module.named_parameters()) if isinstance(module, nn.Module) else []
+    parameters = [(f"{prefix}.{key}" if prefix else key, p) for prefix, child in named_modules(model) for key, p in _parameters_of(child)]
     # A tensor made in inference mode counts no versions, and torch itself refuses to write to it elsewhere.
     versions = [
         (names, name, tensor, tensor._version)
@@ -95,7 +133,8 @@ def preserved_state(model: Callable, writes: Writes):
         for name, tensor in tensors
         if not tensor.is_inference()
     ]
-    bindings = [b for _, child in named_modules(model) for b in _bindings_of(child) if next(iter(tensors_in(b[2])), None) is not None]
+    bindings = [binding for _, child in named_modules(model) for binding in _bindings_of(child)]
+    writes._bindings = [(*b, copy.copy(b[2])) for b in bindings if next(iter(tensors_in(b[2])), None) is not None]
     with preserved(tensor for _, tensor in state):
         try:
             yield
@@ -105,8 +144,6 @@ def preserved_state(model: Callable, writes: Writes):
                     names.append(name)
             now = {id(tensor) for _, tensor in named_state(model)}
             writes.replaced.update((name, tensor) for name, tensor in state if id(tensor) not in now)
-            for owner, key, value in bindings:
-                owner[key] = value
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Trace:
             raise RecompileError("the model's forward is the function that was traced")
         earlier, self._body = self._body, body
         try:
-            with torch.inference_mode(False), torch.no_grad():  # as traced: both modes are among the guards
+            with torch.inference_mode(False), torch.no_grad(), no_autocast_cache():  # as traced: all are among the guards
                 if not self._frozen:
                     return self._compiled(*args)
                 with torch.compiler.set_stance("fail_on_recompile"):
@@ -116,7 +116,9 @@ class Trace:
         except RuntimeError as error:
             if not (self._frozen and "Detected recompile" in str(error)):
                 raise
-            raise RecompileError(failed_guard(self._function, args)) from None
+            with no_autocast_cache():
+                guard = failed_guard(self._function, args)
+            raise RecompileError(guard) from None
         finally:
             self._body = earlier
 
@@ -169,7 +171,7 @@ def trace(model: Callable, *example_args, dynamic_dims: Mapping[str | int, int |
     try:
         # subtle: Dynamo remembers, by line of code, what differed between traces. Without the patch the second model of a class gets
         # its number attributes as inputs and an .item() in its graph, which no capture survives.
-        with torch.no_grad(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with torch.no_grad(), no_autocast_cache(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             result._compiled(*example_args)
     except _Traced:
         result.mark_owners(example_args)
@@ -185,6 +187,13 @@ def _argument_names(model: Callable, args: Sequence) -> list[str]:
     except ValueError:  # a builtin function has none
         return [f"argument {i}" for i in range(len(args))]
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(model).__name__} takes {signature}, and was given {len(args)} arguments ({error}). A runner calls its model as "
+            f"model(tokens[T], positions[T]); wrap a transformers model in pcg_ref.models.packed_causal_lm.PackedCausalLM"
+        ) from None
     named = [name for name in signature.bind(*args).arguments if kinds[name] is not inspect.Parameter.VAR_POSITIONAL]
     return named + [f"argument {i}" for i in range(len(named), len(args))]  # those that *args takes have no name
 
@@ -210,6 +219,17 @@ def _dynamic_tensors(model: Callable, args: Sequence, dynamic_dims: Mapping | No
                 )
             marked.append((args[index], dim % len(shape)))  # mark_dynamic takes a negative dimension and ignores it
     return marked
+
+
+@contextlib.contextmanager
+def no_autocast_cache():
+    """Casts of weights inside the graphs, and not their cached results: weights may change, and the cache ends with the autocast block."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def module_of(model: Callable) -> Callable:

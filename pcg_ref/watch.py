@@ -45,6 +45,8 @@ class ParameterWatch:
         self._num_tensors = len(tensors)
         self._keeps = [tensor.detach() for tensor in tensors]  # the memory, also when the parameter itself is given other
         self._identities = self._current()
+        self._parents = [(name, child._modules) for name, child in named_modules(self.model) if child._modules]
+        self._children = [len(modules) for _, modules in self._parents]
 
     def _current(self) -> list[int]:
         # map and no comprehension: the check runs once a batch, over every parameter.
@@ -55,6 +57,9 @@ class ParameterWatch:
         """Raises ``RuntimeError`` with the name of the first tensor that has moved."""
         if not self._slots:
             return
+        if [len(modules) for _, modules in self._parents] != self._children:
+            name = next(name for (name, modules), count in zip(self._parents, self._children) if len(modules) != count)
+            raise RuntimeError(f"{name or 'the model'} has other submodules than at capture; build a new runner and capture")
         current = self._current()
         if current == self._identities:
             return
@@ -134,8 +139,10 @@ class AttributeWatch:
 
     def change(self) -> str | None:
         """The first attribute that has changed, with both values in words, or ``None``."""
-        if list(map(len, self._dicts)) != self._sizes and (hidden := self._hidden()):
-            return hidden
+        if (sizes := list(map(len, self._dicts))) != self._sizes:
+            if hidden := self._hidden():
+                return hidden
+            self._sizes = sizes
         # subtle: by identity, with map and in C. Values are compared only after that, because an equal number may be another object.
         if all(map(operator.is_, map(dict.get, self._owners, self._keys), self._expected)):
             return None
@@ -169,8 +176,12 @@ def _moved(name: str, old: int, new: int) -> str:
 
 
 def _equal(new: object, old: object) -> bool:
-    """Plain values by value; anything else is what it was only if it is the same object."""
-    return type(new) is type(old) and isinstance(new, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)) and new == old
+    """Plain values by value, and tuples of them; anything else is what it was only if it is the same object."""
+    if type(new) is not type(old):
+        return False
+    if isinstance(new, tuple):
+        return len(new) == len(old) and all(map(_equal, new, old))
+    return new is old or (isinstance(new, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)) and new == old)
 
 
 def _word(value: object) -> str:

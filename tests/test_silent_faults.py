@@ -216,3 +216,256 @@ def test_a_constant_that_is_written_starts_anew_at_every_replay(strategy):
     for _ in range(3):
         x.normal_()
         torch.testing.assert_close(replay(), x * 2)
+
+
+# --- what is not a registered part of a module, and what breaks leave behind
+
+
+def batch_of(n, device, seed=0):
+    tokens = torch.randint(1, 200, (n,), generator=torch.Generator().manual_seed(seed)).to(device)
+    return pcg.PackedBatch(tokens, [n // 2, n - n // 2])
+
+
+def eager(model, batch):
+    with pcg.forward_context(batch), torch.no_grad():
+        return model(batch.tokens, batch.positions)
+
+
+def captured(model, strategy="breakable", buckets=(8, 16), **choices):
+    runner = pcg.PrefillRunner(model, strategy, buckets, **choices)
+    runner.capture(progress=False)
+    return runner
+
+
+class Wrapper:
+    def __init__(self, model):
+        self.models = [model]
+
+    def __call__(self, tokens, positions):
+        return self.models[0](tokens, positions)
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable", "full"])
+@pytest.mark.parametrize("wrap", [Wrapper, lambda model: lambda tokens, positions: model(tokens, positions)], ids=["object", "function"])
+def test_the_weights_behind_a_wrapper_are_watched(wrap, strategy, device):
+    model = pcg.TinyDecoder().to(device)
+    wrapped = wrap(model)
+    runner = captured(wrapped, strategy)
+    assert runner.device.type == device
+    torch.testing.assert_close(runner.run(batch_of(13, device)), eager(wrapped, batch_of(13, device)))
+    model.norm.weight = nn.Parameter(model.norm.weight * 3, requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"norm\.weight is at"):
+        runner.run(batch_of(13, device))
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.layers = [nn.Linear(8, 8)]  # a plain list
+
+    def forward(self, tokens, positions):
+        return self.layers[0](self.embed(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "full"])
+def test_modules_in_a_plain_list_are_watched(strategy, device):
+    model = Listed().to(device)
+    model.layers[0].to(device)
+    runner = captured(model, strategy)
+    model.layers[0].weight = nn.Parameter(torch.ones(8, 8, device=device))
+    with pytest.raises(RuntimeError, match=r"layers\.weight is at"):
+        runner.run(batch_of(13, device))
+
+
+@pytest.mark.parametrize("strategy", ["tc_piecewise", "breakable", "full"])
+def test_a_layer_that_was_added_is_noticed(strategy, device):
+    model = pcg.TinyDecoder().to(device)
+    runner = captured(model, strategy)
+    model.layers.append(pcg.TinyDecoder(seed=3).to(device).layers[0])
+    with pytest.raises(RuntimeError, match="layers has other submodules"):
+        runner.run(batch_of(13, device))
+
+
+class Casts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(256, 32), nn.Linear(32, 32)  # with gradients: what autocast caches
+
+    def forward(self, tokens, positions):
+        return self.linear(self.embed(tokens)).float()
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "full"])
+def test_weights_changed_in_place_are_followed_under_autocast(strategy, device):
+    model = Casts().to(device)
+    with torch.autocast(device, torch.bfloat16):
+        runner = captured(model, strategy)
+    with torch.no_grad():
+        model.linear.weight.mul_(5)
+    for seed in range(2):
+        with torch.autocast(device, torch.bfloat16):
+            got = runner.run(batch_of(13, device, seed))
+        with torch.autocast(device, torch.bfloat16):
+            torch.testing.assert_close(got, eager(model, batch_of(13, device, seed)), rtol=1e-2, atol=1e-2)
+
+
+class Leaves(nn.Module):
+    """A break leaves its result in a list or in an attribute, where the next graph reads it."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.embed, self.where = nn.Embedding(256, 8).requires_grad_(False), where
+
+    @pcg.eager_on_graph
+    def compute(self, x, outs):
+        value = x * float(pcg.current_context().batch.tokens.sum()) / 100
+        if self.where == "result":
+            return value
+        outs.append(value)
+        self.mask = value
+        return None
+
+    def forward(self, tokens, positions):
+        outs = []
+        value = self.compute(self.embed(tokens) + 0, outs)
+        return {"result": value, "list": outs and outs[0], "attribute": getattr(self, "mask", None)}[self.where] + 1
+
+
+def test_what_a_break_leaves_elsewhere_is_refused_where_a_graph_reads_it(device):
+    model = Leaves("result").to(device)
+    runner = captured(model)
+    torch.testing.assert_close(runner.run(batch_of(13, device, 1)), eager(model, batch_of(13, device, 1)))
+    for where in ("list", "attribute"):
+        with pytest.raises(pcg.CaptureError, match="reads a tensor that compute has made.*Return it"):
+            captured(Leaves(where).to(device))
+
+
+class Getter(nn.Module):
+    """A break returns the model's own state, and a graph writes to it, as to a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 8).requires_grad_(False)
+        self.register_buffer("state", torch.zeros(8))
+
+    @pcg.eager_on_graph
+    def get(self, x):
+        return self.state
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        state = self.get(x + 0)
+        state.add_(x[0])
+        return x + state
+
+
+def test_state_that_a_break_returns_is_written_to(device):
+    model, twin = Getter().to(device), Getter().to(device)
+    twin.load_state_dict(model.state_dict())
+    runner = captured(model)
+    for seed in range(3):
+        torch.testing.assert_close(runner.run(batch_of(13, device, seed)), eager(twin, batch_of(13, device, seed)))
+        torch.testing.assert_close(model.state, twin.state)
+
+
+class Fails(nn.Module):
+    """Replaces what it reads, or writes to a parameter, and fails at the second bucket."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.embed, self.how = nn.Embedding(256, 8).requires_grad_(False), how
+        self.count, self.weight = [torch.zeros(8)], nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, tokens, positions):
+        if tokens.shape[0] == 8:
+            raise ZeroDivisionError
+        if self.how == "replaces":
+            self.count[0] = self.count[0] + 1
+        else:
+            self.weight.add_(1)
+        return self.embed(tokens) + self.count[0].to(tokens.device) + self.weight
+
+
+@pytest.mark.parametrize("how", ["replaces", "writes"])
+def test_a_capture_that_fails_keeps_nothing_that_must_not_be_replayed(how):
+    model = Fails(how)
+    runner = pcg.PrefillRunner(model, "breakable", [8, 16])
+    with pytest.raises(ZeroDivisionError):
+        runner.capture(progress=False)
+    assert runner.sequences == {} and not model.count[0].any()
+
+
+class Layer:
+    def __init__(self, device):
+        self.keys = torch.zeros(4, device=device)
+
+
+class Cache:
+    def __init__(self, device):
+        self.layers = [Layer(device)]
+
+
+class Cached(nn.Module):
+    """State two objects deep, as in the caches of transformers."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.embed, self.cache = nn.Embedding(256, 4).requires_grad_(False), Cache(device)
+
+    def forward(self, tokens, positions):
+        self.cache.layers[0].keys.add_(1)
+        return self.embed(tokens) + self.cache.layers[0].keys
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "full"])
+def test_state_deep_in_objects_is_what_it_was_after_capture(strategy, device):
+    model = Cached(device).to(device)
+    runner = captured(model, strategy)
+    assert not model.cache.layers[0].keys.any()
+    for count in (1, 2):
+        torch.testing.assert_close(runner.run(batch_of(13, device)), model.embed(batch_of(13, device).tokens) + count)
+
+
+class Lazy(nn.Module):
+    """A table that grows when it is too short, as rotary caches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 8).requires_grad_(False)
+        self.table = torch.zeros(0)
+
+    def forward(self, tokens, positions):
+        if self.table.shape[0] < 64:
+            self.table = torch.arange(64.0, device=tokens.device)[:, None]
+        return self.embed(tokens) + self.table[positions]
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "full"])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_table_that_is_built_when_needed(ran_before, strategy, device):
+    model = Lazy().to(device)
+    if ran_before:
+        eager(model, batch_of(13, device))
+    runner = captured(model, strategy)
+    for seed in range(3):
+        torch.testing.assert_close(runner.run(batch_of(13, device, seed)), eager(model, batch_of(13, device, seed)))
+
+
+def test_a_tensor_object_changed_where_it_was_made(device):
+    model = Turned().to(device)
+    runner = captured(model, "tc_piecewise", replay="stitched")
+    for n in (13, 7, 16):
+        torch.testing.assert_close(runner.run(batch_of(n, device)), eager(model, batch_of(n, device)))
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(256, 32).requires_grad_(False), pcg.TinyDecoder()
+
+    def forward(self, tokens, positions):
+        hidden = self.embed(tokens) * 2
+        hidden.unsqueeze_(1)
+        hidden.squeeze_(1)
+        return self.inner(tokens, positions) + hidden

@@ -41,7 +41,8 @@ def main(
     model = load_model(model_name, device, dtype)
     systems: list[System] = []
     for system in build(model, sizes, ["eager", *only] if only else ()):
-        print(f"set up: {system.name} {system.setup_s or ''}", file=sys.stderr)
+        seconds = ", ".join(f"{what} {s:.1f} s" for what, s in system.setup_s.items())
+        print(f"set up: {system.name} {seconds}".rstrip(), file=sys.stderr)
         systems.append(system)
     new_batch = lambda size: random_batch(size, requests, model.vocab_size, device, rng)  # noqa: E731
     run = {
@@ -66,9 +67,10 @@ def _compare_and_time(systems: Sequence[System], sizes: Sequence[int], rounds: i
         "results": [row for size in sizes for row in _time(systems, size, rounds, new_batch, device, rng)],
     }
     flat = by_name.get("piecewise inductor") or by_name.get("piecewise")
-    found["loop"] = {size: loop_cost(flat, new_batch(size), rounds, rng) for size in sizes} if flat else {}
-    if device.type == "cuda":  # last: a profiler slows down everything after it
-        for row in found["results"]:
+    found["loop"] = {}
+    if device.type == "cuda":
+        found["loop"] = {size: loop_cost(flat, new_batch(size), rounds, rng) for size in sizes} if flat else {}
+        for row in found["results"]:  # last: a profiler slows down everything after it
             run, batch = by_name[row["system"]].run, new_batch(row["T"])
             row |= device_work(partial(run, batch))
     return found

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pcg_ref.breaks import break_handler
 from pcg_ref.context import PackedBatch, forward_context
@@ -23,6 +24,7 @@ from pcg_ref.pools import GraphPool, weak_ref
 from pcg_ref.segments import Bridge, EagerSegment, GraphSegment, SegmentSequence
 from pcg_ref.state import Reads
 from pcg_ref.strategies import stand_in
+from pcg_ref.tape import CaptureError
 
 
 def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output: str = "bridge") -> SegmentSequence:
@@ -47,7 +49,7 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
     capture = _BreakableCapture(pool, on_fresh_output)
     token = break_handler.set(capture.run_break)
     try:
-        with recorder(pool) as capture.recording, torch.no_grad(), _SplitOps():
+        with recorder(pool) as capture.recording, torch.no_grad(), _SplitOps(capture.hidden):
             capture.recording.begin()
             output = region(*args)
             capture.end_graph()
@@ -57,13 +59,44 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
 
 
 class _SplitOps(TorchDispatchMode):
-    """Makes every call of a split operator a break, whoever has defined it."""
+    """Makes every call of a split operator a break, whoever has defined it, and looks at what graphs read.
+
+    A break may leave a tensor somewhere else than among its results, in a list or in an attribute; a graph would read the first one for
+    ever.
+    """
+
+    def __init__(self, hidden: dict[int, str]) -> None:
+        super().__init__()
+        self.hidden = hidden  # memory that breaks have made and not returned: its address, and which break
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         handler = break_handler.get()
-        if handler is None or func not in split_ops():
-            return func(*args, **(kwargs or {}))
-        return handler(python_body(func) or func, args, kwargs or {})
+        if handler is not None and func in split_ops():
+            return handler(python_body(func) or func, args, kwargs or {})
+        if handler is not None and self.hidden:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and (name := self.hidden.get(leaf.untyped_storage().data_ptr())):
+                    raise CaptureError(
+                        f"{func._schema.name} reads a tensor that {name} has made and left somewhere else than among its results; replay "
+                        f"would read this very one for ever. Return it"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+class _Made(TorchDispatchMode):
+    """Notes the memory that operators return in a ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}  # kept meanwhile, so that no address is given twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (address := leaf.untyped_storage().data_ptr()) not in given:
+                self.tensors[address] = leaf
+        return result
 
 
 class _BreakableCapture:
@@ -72,6 +105,7 @@ class _BreakableCapture:
     def __init__(self, pool: GraphPool, on_fresh_output: str) -> None:
         self.pool, self.on_fresh_output = pool, on_fresh_output
         self.segments: list[GraphSegment | EagerSegment] = []
+        self.hidden: dict[int, str] = {}
 
     def end_graph(self) -> None:
         graph = self.recording.end()
@@ -91,7 +125,10 @@ class _BreakableCapture:
         token = break_handler.set(None)  # a break inside a break is part of it
         try:
             with self.recording.suspended():
-                result = bridge.call(function, args, kwargs)
+                with _Made() as made:
+                    result = bridge.call(function, args, kwargs, made.tensors)
+                returned = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+                self.hidden.update((address, bridge.name) for address in made.tensors.keys() - returned)
                 # subtle: held by address, or the arguments would keep this layer's memory from serving the next.
                 args, kwargs = weak_ref((args, kwargs), self.pool)
         finally:
