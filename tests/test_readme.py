@@ -12,7 +12,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_readme_runs(capsys):
     namespace = {}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)  # its asserts are its checks
     printed = capsys.readouterr().out
@@ -35,3 +35,19 @@ def test_the_numbers_are_those_of_the_record():
     for index, row in enumerate(rows):
         requests, tokens, bucket, eager, replay = (cell.strip() for cell in row)
         assert re.search(rf"\b{requests} +{tokens} +{bucket} +30 +{eager} +{replay}\n", recorded[index // 3]), row
+
+
+def test_the_readmes_layer_is_equal_to_eager(capsys):
+    namespace = {}
+    for block in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(block, str(README), "exec"), namespace)
+    pcg, torch = namespace["pcg"], namespace["torch"]
+    layer = namespace["Layer"]()
+    piecewise = pcg.PiecewiseModel(pcg.trace(layer, torch.zeros(67, 32)), capture_sizes=[8])
+    x = torch.zeros(8, 32)
+    with pcg.forward_context(pcg.PackedBatch(torch.zeros(8, dtype=torch.int64), [8])):
+        sequence = piecewise.capture(x)
+    for lengths in ([3, 5], [1, 6, 1]):
+        x.normal_()
+        with pcg.forward_context(pcg.PackedBatch(torch.zeros(8, dtype=torch.int64), lengths)):
+            torch.testing.assert_close(sequence.replay(), layer(x))
