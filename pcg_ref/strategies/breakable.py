@@ -128,7 +128,9 @@ class _BreakableCapture:
                 with _Made() as made:
                     result = bridge.call(function, args, kwargs, made.tensors)
                 returned = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-                self.hidden.update((address, bridge.name) for address in made.tensors.keys() - returned)
+                self.hidden.update((address, bridge.name) for address in made.tensors)
+                for address in returned:  # also where an earlier break's memory, free by now, has become this one's
+                    self.hidden.pop(address, None)
                 # subtle: held by address, or the arguments would keep this layer's memory from serving the next.
                 args, kwargs = weak_ref((args, kwargs), self.pool)
         finally:
