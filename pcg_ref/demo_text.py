@@ -82,7 +82,7 @@ def timing(document: dict) -> list[str]:
     about = document["run"]
     lines = ["", f"5. Milliseconds a batch, medians; {about['dtype']} on {about['device']}, torch {about['versions']['torch']}"]
     if about["simulation"]:
-        lines.append("   This is the tape simulation on a CPU, and no measure of speed.")
+        lines.append("   This is the tape simulation on a CPU, and no measure of speed: a tape calls every operator again, one by one.")
     lines.append(f"   {'batch':>5} {'requests':>9} {'tokens':>7} {'bucket':>7} {'rounds':>7} {'eager':>9} {'replay':>9}")
     for row in document["timing"]:
         replay = "-" if row["replay_ms"] is None else f"{row['replay_ms']:.2f}"

@@ -105,7 +105,7 @@ def test_demo_prints_it_all_for_a_terminal(capsys):
         assert f"   Batch {number}: {expected}" in lines
     assert "capture:" in printed.err, "no progress bar"
     if not torch.cuda.is_available():
-        assert "   This is the tape simulation on a CPU, and no measure of speed." in lines
+        assert "   This is the tape simulation on a CPU, and no measure of speed: a tape calls every operator again, one by one." in lines
 
 
 def test_demo_says_what_runs_eagerly_and_why(capsys, tmp_path):
