@@ -30,7 +30,7 @@ endif
 help:
 	@echo "make demo            the main job: set up what is missing, then run pcg_ref's demo  (ARGS=... is passed on)"
 	echo "make test            all tests, notebooks included                                  (ARGS=... goes to pytest)"
-	echo "make fuzz            random modules against plain PyTorch, for minutes                  (ARGS=... e.g. --programs 200 --seed 7)"
+	echo "make fuzz            random modules against plain PyTorch, for minutes              (ARGS=... e.g. --programs 200 --seed 7)"
 	echo "make lab             open the notebooks in JupyterLab                               (ARGS=... goes to JupyterLab)"
 	echo "make clean           remove the set-up and the caches"
 	echo

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,7 +19,7 @@ from pcg_ref.graphs import gc_held_off
 from pcg_ref.pools import GraphPool
 from pcg_ref.report import RunnerReport
 from pcg_ref.segments import SegmentSequence
-from pcg_ref.state import Writes, named_modules, named_state, preserved_state
+from pcg_ref.state import Writes, device_of, preserved_state
 from pcg_ref.strategies.breakable import BreakableStrategy
 from pcg_ref.strategies.full import FullStrategy
 from pcg_ref.strategies.tc_piecewise import TcPiecewiseStrategy
@@ -88,7 +87,7 @@ class PrefillRunner:
         self.max_padding_factor, self.copy_output, self.max_requests = max_padding_factor, copy_output, max_requests
         self.on_fresh_output, self.on_recompile, self.on_oversize = on_fresh_output, on_recompile, on_oversize
         self.debug = debug
-        self.device = torch.empty(0, device=device or _device_of(model)).device  # with its index
+        self.device = torch.empty(0, device=device or device_of(model)).device  # with its index
         # Static inputs: every bucket's graphs read the head of these.
         self._tokens = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
         self._positions = torch.zeros(self.buckets[-1], dtype=torch.int64, device=self.device)
@@ -119,6 +118,7 @@ class PrefillRunner:
         Raises:
             Exception: Whatever tracing, compilation or capture raises. Buckets captured before it keep working, the others run
                 eagerly; calling ``capture`` again goes on where it stopped.
+            RuntimeError: The forward writes to a parameter, or replaces a tensor that it reads. Nothing is kept.
 
         Side effects: runs the model on zeros. Tensors of its state (see ``preserved_state``) and the default random generators are
             restored afterwards, Python attributes that its forward sets are not.
@@ -127,9 +127,9 @@ class PrefillRunner:
             return self.report()
         writes, failed = Writes(), True
         try:
-            with preserved_state(self.model, writes), _preserved_random_state(self.device), no_autocast_cache(), gc_held_off():
-                with torch.no_grad():
-                    self._capture_remaining(progress)
+            generators = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+            with preserved_state(self.model, writes), generators, no_autocast_cache(), gc_held_off(), torch.no_grad():
+                self._capture_remaining(progress)
             failed = False
         finally:
             self._stateful = self._stateful or bool(writes.state)
@@ -186,8 +186,9 @@ class PrefillRunner:
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """One forward of the batch.
 
-        Flat replay runs none of the model's Python and checks none of its guards: hooks, globals and what attributes refer to in turn are
-        those of capture. That a module's attribute itself, or autocast, has changed is noticed. A runner is for one thread at a time.
+        Flat replay runs none of the model's Python and checks none of its guards: hooks, globals and numbers inside what an attribute
+        refers to are those of capture. What ``ParameterWatch`` and ``AttributeWatch`` look at, and autocast, is noticed when it has
+        changed. A runner is for one thread at a time.
 
         Returns:
             ``[T, D]``, the real rows. The caller's to keep; with ``copy_output=False`` it is graph memory, valid until the next call.
@@ -286,16 +287,6 @@ class PrefillRunner:
 def _autocast(device: torch.device) -> torch.dtype | None:
     """The dtype that operators run in by ``torch.autocast``, ``None`` when it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def _preserved_random_state(device: torch.device) -> AbstractContextManager:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _device_of(model: Callable) -> torch.device:
-    tensors = [p for _, child in named_modules(model) for p in child.parameters(recurse=False)]
-    tensors += [tensor for _, tensor in named_state(model)]
-    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _bar(items: Sequence[int], progress: bool):

@@ -81,6 +81,13 @@ def named_state(model: Callable) -> Iterable[tuple[str, torch.Tensor]]:
         yield from ((key, tensor) for key, value in _held(root) for tensor in tensors_in(value))
 
 
+def device_of(model: Callable) -> torch.device:
+    """Where the model's parameters are, or else the rest of its tensors; the CPU for a model that keeps none."""
+    tensors = [parameter for _, child in named_modules(model) for _, parameter in _parameters_of(child)]
+    tensors += [tensor for _, tensor in named_state(model)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
 def _bindings_of(module: nn.Module) -> list[tuple[dict, str, object]]:
     """Each buffer and attribute: the dictionary that keeps it, its key and its value."""
     attributes = [(vars(module), key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE]

@@ -41,7 +41,9 @@ def capture_breakable(region: Callable, *args, pool: GraphPool, on_fresh_output:
         The sequence. Segments that launch nothing are left out.
 
     Raises:
-        CaptureError: A nested capture, a side stream that was not joined before a break, or a fresh result under ``"error"``.
+        CaptureError: A nested capture, a side stream that was not joined before a break, or a graph that reads a tensor which a break has
+            made and not returned.
+        RuntimeError: See ``Bridge.call``; a fresh result under ``"error"`` among others.
         Exception: Whatever the region raises. Nothing is kept of a capture that failed.
 
     Side effects: the region's work, graphs and breaks, is done once, on ``args``.
